@@ -1,0 +1,278 @@
+"""Configuration: small frozen dataclasses, a default stands once, an unknown key is an error.
+
+Place in the flow: a profile (`pipelines/profiles/*.yaml`) overrides `PipelineConfig`; every stage and every
+module takes its own dataclass out of it. `load_profile` reads the file, `with_overrides` applies dotted
+`--set a.b=c` arguments, `to_dict` and `fingerprint` are what is saved and hashed.
+
+Paper: Table 4 gives the defaults of the drafter, the head and the training run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The frozen target. `source` is `embedded`, `smollm2`, `random`, or a transformers model name or folder."""
+
+    source: str = "embedded"
+    revision: str | None = None
+    dtype: str = "float32"  # of the frozen weights
+    mask_token_id: int | None = None  # None: the first embedding row past the tokenizer, else its mask token
+    template_kwargs: dict[str, Any] = field(default_factory=lambda: {"enable_thinking": False})
+
+
+@dataclass(frozen=True)
+class PromptConfig:
+    """Where conversations come from. `source` is `stdlib`, `packages`, `nemotron_v2`, or a parquet/JSONL path."""
+
+    source: str = "stdlib"
+    data_dir: str | None = None  # nemotron_v2: a local folder of stem-*.parquet ...; None: the gated hub data set
+    max_conversations: int | None = None  # lowest content hash first, kept in the source's category ratio
+    max_chars: int | None = None  # drop (and count) longer conversations
+    held_out_fraction: float = 0.02  # split off by content hash before anything else
+    max_held_out: int | None = None
+
+
+@dataclass(frozen=True)
+class RegenerateConfig:
+    """Regeneration of every assistant turn by the target (paper, section 4.1)."""
+
+    engine: str = "vllm"  # vllm | transformers
+    max_new_tokens: int = 4096
+    max_model_len: int | None = None  # None: the target's context length
+    batch_size: int = 256  # conversations in flight in one generator
+    shard_size: int = 2048  # conversations per shard, the unit of commit and of retry
+    num_actors: int = 1
+    gpus_per_actor: float = 1.0
+    cpus_per_actor: float = 1.0
+    max_attempts: int = 3  # of a shard whose engine died
+    max_dead_fraction: float = 0.001
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Shape of the DFlash drafter; None is the target's own value (method: paper section 3.1, DFlash)."""
+
+    num_layers: int = 5
+    block_size: int = 16
+    num_candidates: int = 8
+    num_captured_layers: int | None = None  # None: as many as drafter layers
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    restrict_vocab: bool = False  # predict only ids that occur in the training set
+
+
+@dataclass(frozen=True)
+class ArgmaxConfig:
+    """Vanilla DFlash: each slot's most likely token, trained by Eq. (6)."""
+
+    decay: float = 7.0  # beta of Eq. (6)
+
+
+@dataclass(frozen=True)
+class LiLiCorrConfig:
+    """The LiLiCorr head (Table 4, Appendix A) and its objective, Eq. (7) and Appendix G."""
+
+    hidden_size: int = 1024  # 0: the drafter's width, no token projection
+    num_layers: int = 2
+    num_heads: int = 8
+    mlp_ratio: float = 2.0
+    factor_dim: int = 1024  # d_e
+    vector_eps: float = 1e-4
+    logit_scale: float = 8.0  # sigma
+    decay: float = 7.0  # beta of Eq. (6)
+    head_weight: float = 0.25  # gamma
+    distractor_weight: float = 1.0  # lambda
+    margin_blend: float = 0.0  # mu, 0.5 in LiLiCorr + margin
+    margin: float = 2.0  # rho
+    full_blocks_only: bool = True  # supervise the head only on blocks whose every slot has a label
+    ramp_fraction: float = 0.0  # share of the steps over which the head's weight rises from 0
+    walk: str = "greedy"  # greedy | exact
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One trained draft model: which head, from where, for how long."""
+
+    head: str = "lilicorr"
+    head_config: dict[str, Any] = field(default_factory=dict)  # overrides of the head's own config
+    start_from: str | None = None  # another run whose final drafter this one continues from
+    epochs: float | None = None  # exactly one of epochs and steps
+    steps: int | None = None
+    schedule: str = "cosine"  # cosine | constant, both after a linear warm-up
+    warmup_fraction: float = 0.04
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The joint training run (Table 4)."""
+
+    runs: dict[str, RunConfig] = field(default_factory=dict)
+    drafter: DrafterConfig = DrafterConfig()
+    drafter_lr: float = 6e-4
+    head_lr: float = 1.5e-4
+    drafter_weight_decay: float = 0.0
+    head_weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    batch_size: int = 64  # rows per optimizer step over all workers
+    micro_batch_size: int = 1  # rows per forward of one worker
+    max_length: int = 3072  # tokens per row, longer rows are cut on the right
+    max_anchors: int = 512  # per row and epoch
+    chunk_blocks: int = 128  # blocks whose vocabulary logits exist at once
+    layout: str = "turn"  # turn: one row per generated turn | conversation: one row per conversation
+    precision: str = "bfloat16"  # of the matrix products; parameters and moments are fp32 always
+    cache_features: bool = False  # keep the target's features of the whole training set in memory
+    seed: int = 0
+    checkpoint_steps: int = 1000
+    keep_checkpoints: int = 2
+    log_steps: int = 10
+    eval_steps: int | None = None  # measure tau on a few held-out prompts every so many steps
+    num_workers: int = 1
+    gpus_per_worker: float = 1.0
+    max_failures: int = 3
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Which systems are decoded on which prompt sets."""
+
+    sets: tuple[str, ...] = ("held_out", "humaneval", "mt_bench", "gsm8k_100", "aime25_25")
+    systems: dict[str, SystemConfig] = field(default_factory=dict)
+    max_prompts: int | None = None  # per set
+    max_new_tokens: int = 1024
+    temperature: float = 0.0
+    bootstrap_samples: int = 10_000
+    seed: int = 42
+
+
+@dataclass(frozen=True)
+class SystemConfig:
+    """A row of the table: a trained run, and what is changed in it for decoding."""
+
+    run: str | None = None  # None: autoregressive
+    head: str | None = None  # decode the run's drafter with another head (argmax)
+    head_config: dict[str, Any] = field(default_factory=dict)  # e.g. {walk: exact}
+
+
+@dataclass(frozen=True)
+class DeployConfig:
+    """The served endpoint."""
+
+    run: str = "lilicorr"
+    model_name: str = "lilicorr"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    num_replicas: int = 1
+    gpus_per_replica: float = 1.0
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Everything `pipelines/full.py` needs; a profile overrides parts of it."""
+
+    profile: str = "demo"
+    run_dir: str = "runs"  # outputs go to run_dir/profile
+    target: TargetConfig = TargetConfig()
+    prompts: PromptConfig = PromptConfig()
+    regenerate: RegenerateConfig = RegenerateConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    deploy: DeployConfig = DeployConfig()
+
+    @property
+    def directory(self) -> Path:
+        """Where this profile's outputs live."""
+        return Path(self.run_dir) / self.profile
+
+
+def from_dict(kind: type[Config], values: dict[str, Any], where: str = "") -> Config:
+    """Build the dataclass `kind` from nested `values`.
+
+    Raises ValueError that names the full key and the nearest known one for an unknown key, and the
+    expected type for a value that does not fit.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"{where or 'config'} must be a mapping, got {values!r}")
+    hints = typing.get_type_hints(kind)
+    for key in values:
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)
+            raise ValueError(f"unknown key {where}{key}; did you mean {where}{near[0]}?")
+    return kind(**{key: _convert(hints[key], value, f"{where}{key}") for key, value in values.items()})
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    """`value` as the annotated type `kind`; the only coercions are int to float and list to tuple."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        return _convert(next(a for a in arguments if a is not type(None)), value, where)
+    if dataclasses.is_dataclass(kind):
+        return from_dict(kind, value, f"{where}.")
+    if origin is dict and isinstance(value, dict):
+        return {key: _convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    expected = origin or kind
+    if kind is not Any and (not isinstance(value, expected) or (isinstance(value, bool) and kind is not bool)):
+        raise ValueError(f"{where} must be {getattr(expected, '__name__', expected)}, got {value!r}")
+    return value
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The dataclass as plain nested values, ready for JSON or YAML."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def fingerprint(*parts: Any) -> str:
+    """16 hex digits of the content of configs and plain values; the key by which finished work is found."""
+    plain = [dataclasses.asdict(part) if dataclasses.is_dataclass(part) else part for part in parts]
+    text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def with_overrides(config: Config, overrides: list[str]) -> Config:
+    """Apply `a.b=value` strings (value in YAML) to a config dataclass."""
+    values = dataclasses.asdict(config)
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        if not separator:
+            raise ValueError(f"an override has the form a.b=value, got {override!r}")
+        node, keys = values, path.split(".")
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"{path}: {key} is not a section")
+        node[keys[-1]] = yaml.safe_load(text)
+    return from_dict(type(config), values)
+
+
+def load_profile(name: str, folder: Path, overrides: list[str] | None = None) -> PipelineConfig:
+    """Read `folder/name.yaml` over the defaults and apply dotted overrides."""
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(p.stem for p in folder.glob("*.yaml"))
+        raise ValueError(f"no profile {name!r} in {folder}; known profiles: {', '.join(known)}")
+    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    config = from_dict(PipelineConfig, {"profile": name, **values})
+    return with_overrides(config, overrides or [])

@@ -1,0 +1,140 @@
+"""The draft model: a drafter and a head over the frozen tables of their target.
+
+Place in the flow: `forward` is one training micro-batch (features of whole rows in, loss terms out, the
+vocabulary product recomputed chunk by chunk); `draft` is one decoding step (a block per row over the context
+cache), whose `DraftOutput` the head turns into a proposal. Paper: sections 3.2 to 3.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lilicorr.anchors import block_labels
+from lilicorr.blocks import BlockSpec, DraftOutput, LossTerm, TrainBatch, add_terms
+from lilicorr.config import from_dict
+from lilicorr.drafter import ContextCache, Drafter, DrafterShape
+from lilicorr.heads import HEADS
+from lilicorr.target import Target
+
+
+class DraftModel(nn.Module):
+    """Drafter, head, and the target's embedding and output tables [V, H], which are frozen and never saved.
+
+    `vocab_ids` [D], ascending, restricts what is drafted to these target ids.
+    """
+
+    def __init__(
+        self,
+        shape: DrafterShape,
+        spec: BlockSpec,
+        head: str,
+        head_config: dict[str, Any],
+        embed: Tensor,
+        lm_head: Tensor,
+        vocab_ids: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if head not in HEADS:
+            raise ValueError(f"head must be one of {', '.join(HEADS)}, got {head!r}")
+        if spec.mask_token_id >= embed.shape[0]:
+            raise ValueError(
+                f"mask token id {spec.mask_token_id} is outside the target's {embed.shape[0]} embedding rows"
+            )
+        if len(spec.target_layer_ids) != shape.num_captured_layers:
+            raise ValueError(f"{shape.num_captured_layers} captured layers expected, got ids {spec.target_layer_ids}")
+        self.shape, self.spec, self.head_name = shape, spec, head
+        self.drafter = Drafter(shape)
+        self.head = HEADS[head](from_dict(HEADS[head].Config, head_config), shape, spec)
+        self.register_buffer("embed", embed.detach(), persistent=False)
+        self.register_buffer("lm_head", lm_head.detach(), persistent=False)
+        self.register_buffer("vocab_ids", vocab_ids, persistent=False)
+        draft_rows = lm_head.detach() if vocab_ids is None else lm_head.detach()[vocab_ids]
+        self.register_buffer("draft_rows", draft_rows, persistent=False)
+
+    def drafter_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the drafter's optimizer group."""
+        return self.drafter.parameters()
+
+    def head_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the head's optimizer group; none for a head without a network."""
+        return self.head.parameters()
+
+    def forward(
+        self,
+        features: Tensor,
+        final_hidden: Tensor,
+        batch: TrainBatch,
+        anchors: Tensor,
+        keep: Tensor,
+        progress: float,
+        chunk_blocks: int,
+    ) -> dict[str, LossTerm]:
+        """Loss terms of the kept blocks.
+
+        features [R, T, C * H] and final_hidden [R, T, H] of the target; anchors and keep [R, A]; progress in
+        [0, 1]. Vocabulary logits of at most `chunk_blocks` blocks exist at once; with more blocks than that,
+        each chunk is recomputed in the backward pass.
+        """
+        context = self.drafter.fuse(features.to(self.drafter.fc.weight.dtype))
+        block_ids = torch.full((*anchors.shape, self.spec.block_size), self.spec.mask_token_id, device=anchors.device)
+        block_ids[..., 0] = batch.input_ids.gather(1, anchors)
+        embeds = self.embed[block_ids].to(context.dtype)
+        hidden = self.drafter(embeds, anchors, self.drafter.context_kv(context))
+        rows, columns = keep.nonzero(as_tuple=True)
+        hidden, anchors = hidden[rows, columns], anchors[rows, columns]
+
+        def chunk_terms(hidden: Tensor, context: Tensor, rows: Tensor, anchors: Tensor) -> dict[str, LossTerm]:
+            labels = block_labels(batch, rows, anchors, self.spec.num_slots, final_hidden, self.lm_head)
+            draft = self._draft_output(batch.input_ids[rows, anchors], hidden, context[rows, anchors - 1], anchors > 0)
+            return self.head.loss(draft, labels, progress)
+
+        if len(rows) <= chunk_blocks:
+            return chunk_terms(hidden, context, rows, anchors)
+        terms: dict[str, LossTerm] = {}
+        for chunk in torch.arange(len(rows), device=rows.device).split(chunk_blocks):
+            arguments = (hidden[chunk], context, rows[chunk], anchors[chunk])
+            terms = add_terms(terms, checkpoint(chunk_terms, *arguments, use_reentrant=False))
+        return terms
+
+    def _draft_output(self, anchor_ids: Tensor, hidden: Tensor, context: Tensor, valid: Tensor) -> DraftOutput:
+        logits = nn.functional.linear(hidden, self.draft_rows.to(hidden.dtype))
+        return DraftOutput(anchor_ids, hidden, logits, context, valid, self.embed, self.vocab_ids)
+
+    def new_context(self, max_length: int) -> ContextCache:
+        """An empty context cache for `max_length` positions."""
+        return ContextCache(self.shape.num_layers, max_length)
+
+    @torch.no_grad()
+    def extend_context(self, cache: ContextCache, features: Tensor) -> None:
+        """Append the target's features [R, t, C * H] of committed positions."""
+        context = self.drafter.fuse(features.to(self.drafter.fc.weight.dtype))
+        cache.append(self.drafter.context_kv(context, start=cache.length), context)
+
+    @torch.no_grad()
+    def draft(self, anchor_ids: Tensor, cache: ContextCache) -> DraftOutput:
+        """One block per row, anchored behind the cached context: anchor_ids [R] -> DraftOutput of N = R blocks."""
+        shape, device = (len(anchor_ids), 1, self.spec.block_size), anchor_ids.device
+        block_ids = torch.full(shape, self.spec.mask_token_id, device=device)
+        block_ids[:, 0, 0] = anchor_ids
+        anchors = torch.full(shape[:2], cache.length, device=device)
+        embeds = self.embed[block_ids].to(self.drafter.fc.weight.dtype)
+        hidden = self.drafter(embeds, anchors, cache.kv())[:, 0]
+        return self._draft_output(anchor_ids, hidden, cache.last, torch.ones_like(anchor_ids, dtype=torch.bool))
+
+
+def build_draft_model(
+    shape: DrafterShape,
+    spec: BlockSpec,
+    head: str,
+    head_config: dict[str, Any],
+    target: Target,
+    vocab_ids: Tensor | None = None,
+) -> DraftModel:
+    """A freshly initialised draft model on the target's tables and device."""
+    model = DraftModel(shape, spec, head, head_config, target.embed, target.lm_head, vocab_ids)
+    return model.to(target.device)

@@ -1,0 +1,243 @@
+"""The DFlash drafter: a few transformer layers that fill a block of mask tokens in one pass.
+
+Place in the flow: `fuse` turns the target's captured features into the context, `context_kv` into keys and
+values of every layer, and `forward` runs blocks [anchor, mask, ..., mask] over them. Training runs all anchors
+of whole rows at once; decoding runs one block per row over a `ContextCache`. Both are the same code, and the
+tests hold them equal.
+
+A block anchored at position a sees the context of positions before a, never a's own: the target has not been
+run on the anchor yet. Inside the block attention is bidirectional. Paper: section 3.1 and reference (4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lilicorr.blocks import BlockSpec
+from lilicorr.config import DrafterConfig
+from lilicorr.target import default_layer_ids, rope_theta
+
+LayerKV = tuple[Tensor, Tensor]  # keys and values of one layer, each [R, kv heads, T, head width]
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """The drafter's resolved sizes, as a checkpoint's config.json states them."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    num_captured_layers: int
+    vocab_size: int
+    num_target_layers: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+
+
+def drafter_shape(config: DrafterConfig, target_config: Any) -> DrafterShape:
+    """Resolve a `DrafterConfig` against the transformers config of its target."""
+    num_heads = config.num_heads or target_config.num_attention_heads
+    head_dim = config.head_dim or getattr(target_config, "head_dim", None)
+    return DrafterShape(
+        hidden_size=target_config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.num_kv_heads or target_config.num_key_value_heads,
+        head_dim=head_dim or target_config.hidden_size // target_config.num_attention_heads,
+        intermediate_size=config.intermediate_size or target_config.intermediate_size,
+        num_captured_layers=config.num_captured_layers or config.num_layers,
+        vocab_size=target_config.vocab_size,
+        num_target_layers=target_config.num_hidden_layers,
+        rms_norm_eps=target_config.rms_norm_eps,
+        rope_theta=rope_theta(target_config),
+        max_position_embeddings=target_config.max_position_embeddings,
+    )
+
+
+def block_spec(config: DrafterConfig, target_config: Any, mask_token_id: int) -> BlockSpec:
+    """What target, drafter and head agree on about a block."""
+    num_captured = config.num_captured_layers or config.num_layers
+    layer_ids = default_layer_ids(target_config.num_hidden_layers, num_captured)
+    return BlockSpec(config.block_size, config.num_candidates, mask_token_id, layer_ids)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, computed in at least fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding in the half-split convention of Qwen3 and Llama."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate [..., d] by `positions`, whose shape must broadcast against x's without the last axis."""
+        kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+        steps = torch.arange(0, self.head_dim, 2, device=x.device, dtype=kind) / self.head_dim
+        angles = positions[..., None].to(kind) * self.theta**-steps
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def block_attention(queries: Tensor, block_kv: LayerKV, context_kv: LayerKV, anchors: Tensor) -> Tensor:
+    """Attention of every block over the context before its anchor and over itself.
+
+    queries [R, h, A, B, d]; block keys and values [R, kv, A, B, d]; context ones [R, kv, T, d]; anchors [R, A].
+    Returns [R, h, A, B, d]. The two parts share one softmax, so that no [A * B, A * B] scores ever exist.
+    """
+    rows, heads, num_anchors, size, width = queries.shape
+    (block_keys, block_values), (keys, values) = block_kv, context_kv
+    num_kv, length = keys.shape[1], keys.shape[2]
+    grouped = queries.reshape(rows, num_kv, heads // num_kv, num_anchors, size, width) * width**-0.5
+    flat = grouped.reshape(rows, num_kv, -1, width)
+    context_scores = (flat @ keys.transpose(-1, -2)).view(*grouped.shape[:-1], length)
+    hidden = torch.arange(length, device=keys.device) >= anchors[..., None]
+    context_scores = context_scores.masked_fill(hidden[:, None, None, :, None, :], float("-inf"))
+    block_scores = grouped @ block_keys[:, :, None].transpose(-1, -2)
+    scores = torch.cat([context_scores, block_scores], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=None if scores.dtype == torch.float64 else torch.float32)
+    context_weights, block_weights = weights.to(values.dtype).split([length, size], dim=-1)
+    mixed = (context_weights.reshape(rows, num_kv, -1, length) @ values).view(grouped.shape)
+    mixed = mixed + block_weights @ block_values[:, :, None]
+    return mixed.reshape(queries.shape)
+
+
+class DrafterAttention(nn.Module):
+    """Grouped-query attention whose keys and values come from the context and from the block alike."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, shape.num_heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.rotary = Rotary(shape.head_dim, shape.rope_theta)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[R, ..., heads * d] -> [R, heads, ..., d]."""
+        return x.unflatten(-1, (-1, self.head_dim)).movedim(-2, 1)
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> LayerKV:
+        """Keys and values of states [R, ..., H] at `positions` -> two of [R, kv, ..., d]."""
+        keys = self.rotary(self.k_norm(self._heads(self.k_proj(x))), positions)
+        return keys, self._heads(self.v_proj(x))
+
+    def forward(self, x: Tensor, context_kv: LayerKV, anchors: Tensor, positions: Tensor) -> Tensor:
+        queries = self.rotary(self.q_norm(self._heads(self.q_proj(x))), positions)
+        mixed = block_attention(queries, self.keys_values(x, positions), context_kv, anchors)
+        return self.o_proj(mixed.movedim(1, -2).flatten(-2))
+
+
+class DrafterMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DrafterLayer(nn.Module):
+    """Pre-norm attention and MLP; the context is not passed through the layer's input norm."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = DrafterAttention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = DrafterMLP(shape)
+
+    def forward(self, x: Tensor, context_kv: LayerKV, anchors: Tensor, positions: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context_kv, anchors, positions)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class ContextCache:
+    """Context keys and values of the rows being decoded; `length` positions count, setting it forgets the rest."""
+
+    def __init__(self, num_layers: int, max_length: int) -> None:
+        self.max_length = max_length
+        self.length = 0
+        self.last: Tensor | None = None  # [R, H] fused context of the newest position
+        self._layers: list[LayerKV | None] = [None] * num_layers
+
+    def append(self, kv: list[LayerKV], context: Tensor) -> None:
+        """Add keys and values of the fused `context` [R, t, H] behind what is there."""
+        end = self.length + context.shape[1]
+        assert end <= self.max_length, f"context cache of {self.max_length} positions asked to hold {end}"
+        for i, (keys, values) in enumerate(kv):
+            if self._layers[i] is None:
+                room = (*keys.shape[:2], self.max_length, keys.shape[3])
+                self._layers[i] = (keys.new_empty(room), values.new_empty(room))
+            for buffer, new in zip(self._layers[i], (keys, values), strict=True):
+                buffer[:, :, self.length : end] = new
+        self.length = end
+        self.last = context[:, -1]
+
+    def kv(self) -> list[LayerKV]:
+        """Per layer, the keys and values that count."""
+        return [(keys[:, :, : self.length], values[:, :, : self.length]) for keys, values in self._layers]
+
+
+class Drafter(nn.Module):
+    """The DFlash transformer; its parameter names are those of the published checkpoints."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(shape.num_captured_layers * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's captured features [R, T, C * H] as context [R, T, H]."""
+        return self.hidden_norm(self.fc(features))
+
+    def context_kv(self, context: Tensor, start: int = 0) -> list[LayerKV]:
+        """Per layer, keys and values of `context` [R, t, H], whose first position is `start`."""
+        positions = start + torch.arange(context.shape[1], device=context.device)
+        return [layer.self_attn.keys_values(context, positions) for layer in self.layers]
+
+    def forward(self, embeds: Tensor, anchors: Tensor, context_kv: list[LayerKV]) -> Tensor:
+        """Hidden states of the slots.
+
+        embeds [R, A, B, H] of [anchor, mask, ..., mask]; anchors [R, A] absolute positions; context_kv from
+        `context_kv` or a `ContextCache`. Returns [R, A, S, H] after the final norm, the input of lm_head.
+        """
+        # [R, 1, A, B]: one axis for the heads
+        positions = (anchors[..., None] + torch.arange(embeds.shape[2], device=embeds.device))[:, None]
+        x = embeds
+        for layer, kv in zip(self.layers, context_kv, strict=True):
+            x = layer(x, kv, anchors, positions)
+        return self.norm(x[:, :, 1:])

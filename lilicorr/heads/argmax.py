@@ -1,0 +1,33 @@
+"""Vanilla DFlash: every slot takes its own most likely token (paper, section 3.1).
+
+Place in the flow: the baseline head. It has no parameters and trains the drafter by Eq. (6) alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lilicorr.blocks import BlockLabels, DraftOutput, LossTerm, Proposal
+from lilicorr.config import ArgmaxConfig
+from lilicorr.heads.base import Head, label_log_probs
+from lilicorr.lattice import prefix_length
+from lilicorr.losses import block_cross_entropy, diagnostic
+
+
+class ArgmaxHead(Head):
+    """The point mass on each slot's top choice."""
+
+    Config = ArgmaxConfig
+
+    def propose(self, draft: DraftOutput, sampling: Any = None) -> Proposal:
+        """Each slot's argmax, whatever the temperature: the deterministic contract."""
+        return Proposal(draft.token_ids(draft.logits.argmax(dim=-1)))
+
+    def loss(self, draft: DraftOutput, labels: BlockLabels, progress: float) -> dict[str, LossTerm]:
+        """Eq. (6), and the mean prefix the argmax would have had accepted on blocks that have every label."""
+        log_probs, valid = label_log_probs(draft, labels)
+        matches = self.propose(draft).token_ids == labels.token_ids
+        return {
+            "drafter_ce": block_cross_entropy(log_probs, valid, self.config.decay),
+            "top1_prefix": diagnostic(prefix_length(matches), labels.valid.all(dim=-1)),
+        }

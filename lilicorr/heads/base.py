@@ -1,0 +1,49 @@
+"""What a head is: it turns the drafter's view of N blocks into proposals and into losses.
+
+Place in the flow: `DraftModel` holds one; drafter, verifier, decoder, trainer and benches call only these two
+functions and do not know which head they hold.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal
+
+if TYPE_CHECKING:
+    from lilicorr.drafter import DrafterShape
+
+
+class Head(nn.Module):
+    """A head; `Config` is its dataclass, `config` the instance it was made with."""
+
+    Config: ClassVar[type]
+
+    def __init__(self, config: Any, shape: DrafterShape, spec: BlockSpec) -> None:
+        super().__init__()
+        self.config = config
+        self.spec = spec
+
+    def propose(self, draft: DraftOutput, sampling: Any = None) -> Proposal:
+        """Draft the S tokens of every block."""
+        raise NotImplementedError
+
+    def loss(self, draft: DraftOutput, labels: BlockLabels, progress: float) -> dict[str, LossTerm]:
+        """The terms of the objective on these blocks; `progress` is the share of the run that is done, in [0, 1]."""
+        raise NotImplementedError
+
+
+def label_log_probs(draft: DraftOutput, labels: BlockLabels) -> tuple[Tensor, Tensor]:
+    """Log-probability of every label under the drafter's marginals, and which slots have one.
+
+    Returns [N, S] log-probabilities and [N, S] valid: a label outside the draft vocabulary has none.
+    """
+    logits = draft.logits if draft.logits.dtype == torch.float64 else draft.logits.float()
+    valid, index = labels.valid, labels.token_ids
+    if draft.vocab_ids is not None:
+        index = torch.searchsorted(draft.vocab_ids, labels.token_ids).clamp(max=len(draft.vocab_ids) - 1)
+        valid = valid & (draft.vocab_ids[index] == labels.token_ids)
+    return logits.gather(-1, index[..., None])[..., 0] - logits.logsumexp(dim=-1), valid

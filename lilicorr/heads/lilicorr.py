@@ -1,0 +1,199 @@
+"""The LiLiCorr head: one pass over the lattice of candidates gives every candidate an in and an out vector.
+
+Place in the flow: `scores` is the network (section 3.2, Appendix A), `propose` walks over its scores (section
+3.5), `loss` is the objective of Eq. (7) with the margin of Appendix G. Parameter names and initialisation are
+those of the published training code, so that checkpoints load in the public servers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal
+from lilicorr.config import LiLiCorrConfig
+from lilicorr.heads.base import Head, label_log_probs
+from lilicorr.lattice import WALKS, Lattice, candidates, oracle_prefix, prefix_length
+from lilicorr.losses import (
+    block_cross_entropy,
+    diagnostic,
+    distractor_penalty,
+    lattice_cross_entropy,
+    margin_hinge,
+)
+
+if TYPE_CHECKING:
+    from lilicorr.drafter import DrafterShape
+
+NORM_EPS = 1e-6
+
+
+class LatticeAttention(nn.Module):
+    """Multi-head attention of every candidate over every candidate, with an additive bias."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
+        self.out_proj = nn.Linear(width, width)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        """x [N, S * K, width], bias [heads, S * K, S * K] -> x's shape."""
+        projected = nn.functional.linear(x, self.in_proj_weight, self.in_proj_bias)
+        queries, keys, values = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in projected.chunk(3, dim=-1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=bias.to(x.dtype)[None])
+        return self.out_proj(mixed.transpose(1, 2).flatten(-2))
+
+
+class LatticeLayer(nn.Module):
+    """Pre-norm attention and a plain SiLU feed-forward."""
+
+    def __init__(self, width: int, num_heads: int, inner: int) -> None:
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(width, eps=NORM_EPS)
+        self.attn = LatticeAttention(width, num_heads)
+        self.mlp_norm = nn.RMSNorm(width, eps=NORM_EPS)
+        self.mlp = nn.Sequential(nn.Linear(width, inner), nn.SiLU(), nn.Linear(inner, width))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), bias)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class LiLiCorrHead(Head):
+    """In and out vectors for every candidate, and the greedy walk over their cosines."""
+
+    Config = LiLiCorrConfig
+
+    def __init__(self, config: LiLiCorrConfig, shape: DrafterShape, spec: BlockSpec) -> None:
+        super().__init__(config, shape, spec)
+        if config.walk not in WALKS:
+            raise ValueError(f"walk must be one of {', '.join(WALKS)}, got {config.walk!r}")
+        width, outer, slots = config.hidden_size or shape.hidden_size, shape.hidden_size, spec.num_slots
+        if width % config.num_heads:
+            raise ValueError(f"the head's width {width} is not a multiple of its {config.num_heads} attention heads")
+        # A head as wide as the drafter takes the embedding as it is (hidden_size 0 in the published configs).
+        self.token_proj = nn.Linear(outer, width) if config.hidden_size else nn.Identity()
+        self.pass_hidden_proj = nn.Linear(outer, width)
+        self.context_proj = nn.Linear(outer, width)
+        self.feature_mlp = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, width), nn.SiLU(), nn.Linear(width, width))
+        self.slot_embedding = nn.Parameter(torch.zeros(1, 1, slots, 1, width))
+        self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, spec.num_candidates, width))
+        self.relative_slot_bias = nn.Parameter(torch.zeros(config.num_heads, 2 * spec.block_size - 1))
+        self.same_slot_bias = nn.Parameter(torch.zeros(config.num_heads))
+        inner = int(width * config.mlp_ratio)
+        self.layers = nn.ModuleList(LatticeLayer(width, config.num_heads, inner) for _ in range(config.num_layers))
+        self.output_norm = nn.RMSNorm(width, eps=NORM_EPS)
+        self.anchor_norm = nn.RMSNorm(width, eps=NORM_EPS)
+        self.factor_input_proj = nn.Linear(3 * width, width)
+        self.out_head = nn.Linear(width, config.factor_dim)
+        self.in_head = nn.Linear(width, config.factor_dim)
+        self.anchor_out_head = nn.Linear(width, config.factor_dim)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    def propose(self, draft: DraftOutput, sampling: Any = None) -> Proposal:
+        """The walk's tokens, whatever the temperature: the deterministic contract of section 4.1."""
+        lattice = candidates(draft, self.spec.num_candidates)
+        ranks = WALKS[self.config.walk](*self.scores(draft, lattice))
+        return Proposal(lattice.token_ids.gather(-1, ranks[..., None])[..., 0])
+
+    def scores(self, draft: DraftOutput, lattice: Lattice) -> tuple[Tensor, Tensor]:
+        """Eq. (1): sigma times the cosine of every out vector with the in vectors of the next slot.
+
+        Returns anchor scores [N, K] and pair scores [N, S - 1, K, K] (from, to), at least fp32.
+        """
+        anchor = self.anchor_norm(self.context_proj(draft.anchor_context) * draft.anchor_valid[:, None])
+        fused = self._attend(draft, lattice)
+        context = anchor[:, None, None]
+        joined = torch.cat([fused, context.expand_as(fused), fused * context], dim=-1)
+        units = nn.functional.silu(self.factor_input_proj(joined))
+        out, into = self._unit(self.out_head(units)), self._unit(self.in_head(units))
+        start = self._unit(self.anchor_out_head(anchor))
+        sigma = self.config.logit_scale
+        anchor_scores = sigma * torch.einsum("ne,nke->nk", start, into[:, 0])
+        pair_scores = sigma * out[:, :-1] @ into[:, 1:].transpose(-1, -2)
+        return anchor_scores, pair_scores
+
+    def _attend(self, draft: DraftOutput, lattice: Lattice) -> Tensor:
+        """The nodes, [N, S, K, width], after attention over the whole lattice."""
+        tokens = self.token_proj(draft.embed[lattice.token_ids])
+        nodes = tokens + self.pass_hidden_proj(draft.hidden)[:, :, None]
+        nodes = nodes + self.feature_mlp(lattice.features.to(draft.hidden.dtype))
+        num_slots = nodes.shape[1]
+        nodes = nodes + self.slot_embedding[0, :, :num_slots] + self.rank_embedding[0]
+        x, bias = nodes.flatten(1, 2), self._attention_bias(num_slots)
+        for layer in self.layers:
+            x = layer(x, bias)
+        return self.output_norm(x).view_as(nodes)
+
+    def _attention_bias(self, num_slots: int) -> Tensor:
+        """[heads, S * K, S * K]: one value per signed slot distance, one for candidates of the same slot."""
+        slots = torch.arange(num_slots, device=self.same_slot_bias.device)
+        distance = slots[:, None] - slots
+        bias = self.relative_slot_bias[:, distance + self.spec.block_size - 1]
+        bias = bias + self.same_slot_bias[:, None, None] * (distance == 0)
+        num_candidates = self.spec.num_candidates
+        return bias.repeat_interleave(num_candidates, dim=1).repeat_interleave(num_candidates, dim=2)
+
+    def _unit(self, vectors: Tensor) -> Tensor:
+        wide = vectors if vectors.dtype == torch.float64 else vectors.float()
+        return nn.functional.normalize(wide, dim=-1, eps=self.config.vector_eps)
+
+    def loss(self, draft: DraftOutput, labels: BlockLabels, progress: float) -> dict[str, LossTerm]:
+        """Eq. (7) with Appendix G: the drafter's loss, and on the oracle prefix the three terms of the head."""
+        config = self.config
+        log_probs, valid = label_log_probs(draft, labels)
+        lattice = candidates(draft, self.spec.num_candidates)
+        anchor_scores, pair_scores = self.scores(draft, lattice)
+        gold_rank, supervised = oracle_prefix(lattice.token_ids, labels)
+        full = labels.valid.all(dim=-1)
+        chosen = supervised & full[:, None] if config.full_blocks_only else supervised
+        scores = self._teacher_forced(anchor_scores, pair_scores, gold_rank)
+        target_logits = labels.target_logits_at(lattice.token_ids)
+        ramp = min(1.0, progress / config.ramp_fraction) if config.ramp_fraction else 1.0
+        weight = ramp * config.head_weight
+        terms = {
+            "drafter_ce": block_cross_entropy(log_probs, valid, config.decay),
+            "head_ce": lattice_cross_entropy(scores, gold_rank, chosen, weight * (1 - config.margin_blend)),
+            "distractor": distractor_penalty(
+                scores, target_logits, gold_rank, chosen, weight * config.distractor_weight
+            ),
+            "margin": margin_hinge(scores, gold_rank, chosen, config.margin, weight * config.margin_blend),
+        }
+        return terms | self._diagnostics(lattice, anchor_scores, pair_scores, labels, supervised, full)
+
+    @staticmethod
+    def _teacher_forced(anchor_scores: Tensor, pair_scores: Tensor, gold_rank: Tensor) -> Tensor:
+        """Eq. (2) given the ground-truth predecessor: scores [N, S, K]."""
+        index = gold_rank[:, :-1, None, None].expand(-1, -1, 1, pair_scores.shape[-1])
+        return torch.cat([anchor_scores[:, None], pair_scores.gather(2, index)[:, :, 0]], dim=1)
+
+    def _diagnostics(
+        self,
+        lattice: Lattice,
+        anchor_scores: Tensor,
+        pair_scores: Tensor,
+        labels: BlockLabels,
+        supervised: Tensor,
+        full: Tensor,
+    ) -> dict[str, LossTerm]:
+        """Mean prefixes on blocks that have every label, and the spread of the scores (0 when they collapse)."""
+        ranks = WALKS[self.config.walk](anchor_scores.detach(), pair_scores.detach())
+        walked = lattice.token_ids.gather(-1, ranks[..., None])[..., 0] == labels.token_ids
+        top1 = lattice.token_ids[..., 0] == labels.token_ids
+        spread = torch.cat([anchor_scores[:, None], pair_scores.flatten(1, 2)], dim=1).std(dim=-1).mean(dim=-1)
+        return {
+            "selected_prefix": diagnostic(prefix_length(walked), full),
+            "top1_prefix": diagnostic(prefix_length(top1), full),
+            "oracle_prefix": diagnostic(prefix_length(supervised), full),
+            "score_spread": diagnostic(spread, torch.ones_like(full)),
+        }

@@ -1,0 +1,90 @@
+"""The lattice of candidates, the part of it that carries supervision, and the walks through it.
+
+Place in the flow: a head takes `candidates` of the drafter's logits, scores neighbouring ones, and commits a
+path by `greedy_walk` (Eq. 8); `oracle_prefix` says which slots a training block supervises (section 3.3);
+`exact_walk` is the dynamic program of Appendix E.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lilicorr.blocks import BlockLabels, DraftOutput
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """The K likeliest tokens of every slot, likeliest first."""
+
+    token_ids: Tensor  # [N, S, K] int64, ids of the target
+    log_probs: Tensor  # [N, S, K] under the drafter's whole vocabulary
+    features: Tensor  # [N, S, K, 5] the drafter's confidence (Appendix A)
+
+
+def candidates(draft: DraftOutput, num_candidates: int) -> Lattice:
+    """The top `num_candidates` of every slot, with gradients through their log-probabilities, not through membership.
+
+    Features, in the order of the published heads: log-probability, probability, gap to the slot's best
+    log-probability, rank in [0, 1], and whether it is the slot's top choice.
+    """
+    logits = draft.logits if draft.logits.dtype == torch.float64 else draft.logits.float()
+    top = logits.topk(num_candidates, dim=-1)
+    log_probs = top.values - logits.logsumexp(dim=-1, keepdim=True)
+    ranks = torch.arange(num_candidates, device=logits.device, dtype=logits.dtype)
+    features = torch.stack(
+        [
+            log_probs,
+            log_probs.exp(),
+            log_probs - log_probs[..., :1],
+            (ranks / max(1, num_candidates - 1)).expand_as(log_probs),
+            (ranks == 0).to(logits.dtype).expand_as(log_probs),
+        ],
+        dim=-1,
+    )
+    return Lattice(draft.token_ids(top.indices), log_probs, features)
+
+
+def oracle_prefix(token_ids: Tensor, labels: BlockLabels) -> tuple[Tensor, Tensor]:
+    """Where the ground truth stands among the candidates [N, S, K], and which slots that supervises.
+
+    Returns gold_rank [N, S] (0 where the ground truth is no candidate) and supervised [N, S]: true on the
+    leading run of slots that are valid and hold their ground truth, the oracle prefix of section 3.3.
+    """
+    matches = token_ids == labels.token_ids[..., None]
+    covered = matches.any(dim=-1) & labels.valid
+    return matches.int().argmax(dim=-1), covered.int().cumprod(dim=-1).bool()
+
+
+def prefix_length(matches: Tensor) -> Tensor:
+    """Length of the leading run of true along the last axis, [..., S] -> [...] int64."""
+    return matches.long().cumprod(dim=-1).sum(dim=-1)
+
+
+def greedy_walk(anchor_scores: Tensor, pair_scores: Tensor) -> Tensor:
+    """Eq. (8): commit each slot to the best continuation of the one before it.
+
+    anchor_scores [N, K], pair_scores [N, S - 1, K, K] (from, to). Returns ranks [N, S]; ties go to the lower rank.
+    """
+    ranks = [anchor_scores.argmax(dim=-1)]
+    blocks = torch.arange(anchor_scores.shape[0], device=anchor_scores.device)
+    for step in range(pair_scores.shape[1]):
+        ranks.append(pair_scores[blocks, step, ranks[-1]].argmax(dim=-1))
+    return torch.stack(ranks, dim=-1)
+
+
+def exact_walk(anchor_scores: Tensor, pair_scores: Tensor) -> Tensor:
+    """The path of highest total score, Eq. (12), by the Viterbi sweep of Appendix E; shapes as `greedy_walk`."""
+    best, arrived_from = anchor_scores, []
+    for step in range(pair_scores.shape[1]):
+        best, previous = (best[:, :, None] + pair_scores[:, step]).max(dim=1)
+        arrived_from.append(previous)
+    ranks = [best.argmax(dim=-1)]
+    for previous in reversed(arrived_from):
+        ranks.append(previous.gather(1, ranks[-1][:, None])[:, 0])
+    return torch.stack(ranks[::-1], dim=-1)
+
+
+WALKS = {"greedy": greedy_walk, "exact": exact_walk}

@@ -1,0 +1,241 @@
+"""The frozen target: loading, the forward pass with captured layers, and a cache whose rollback is a length.
+
+Place in the flow: training reads `features` and `hidden` of whole rows from it, decoding runs it over
+[anchor, drafts] with a `TargetCache`; the drafter and the heads use its `embed` and `lm_head` tables.
+
+Captured features are the raw residual stream after decoder layer i, for i in `layer_ids`, taken by forward
+hooks: the same tensor as `hidden_states[i + 1]` of transformers for every layer but the last, where
+transformers returns the normalised state instead (method of DFlash; paper section 3.1).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicLayer
+
+from lilicorr.config import TargetConfig
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """One forward pass of the target."""
+
+    hidden: Tensor  # [R, T, H] after the final norm, the input of lm_head
+    features: Tensor  # [R, T, C * H] captured layers, ascending, concatenated
+
+
+class _PrefixLayer(DynamicLayer):
+    """Keys and values of one layer in a buffer of fixed size, of which the first `length` positions count."""
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.length = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            rows, heads, _tokens, width = key_states.shape
+            self.lazy_initialization(key_states, value_states)
+            self.keys = key_states.new_empty(rows, heads, self.max_length, width)
+            self.values = value_states.new_empty(rows, heads, self.max_length, value_states.shape[-1])
+        end = self.length + key_states.shape[2]
+        assert end <= self.max_length, f"cache of {self.max_length} positions asked to hold {end}"
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.length
+
+
+class TargetCache(Cache):
+    """Key-value cache of the target; setting `length` forgets everything behind it."""
+
+    def __init__(self, num_layers: int, max_length: int) -> None:
+        super().__init__(layers=[_PrefixLayer(max_length) for _ in range(num_layers)])
+
+    @property
+    def length(self) -> int:
+        """Positions that count."""
+        return self.layers[0].length
+
+    @length.setter
+    def length(self, value: int) -> None:
+        assert 0 <= value <= self.length, f"a cache of length {self.length} cannot be set to {value}"
+        for layer in self.layers:
+            layer.length = value
+
+
+class Target:
+    """A frozen causal language model of transformers, and the few things lilicorr needs of it.
+
+    `layer_ids` are the captured decoder layers (0-based, ascending); empty means none.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        layer_ids: tuple[int, ...],
+        mask_token_id: int,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.config = model.config
+        self.tokenizer = tokenizer
+        self.layer_ids = tuple(layer_ids)
+        self.mask_token_id = mask_token_id
+        self.embed: Tensor = model.get_input_embeddings().weight
+        self.lm_head: Tensor = model.get_output_embeddings().weight
+        if getattr(self.config, "final_logit_softcapping", None):
+            raise ValueError("final_logit_softcapping is not supported: such logits are not lm_head(hidden)")
+        if self.layer_ids and self.layer_ids[-1] >= self.config.num_hidden_layers:
+            num_layers = self.config.num_hidden_layers
+            raise ValueError(f"captured layer {self.layer_ids[-1]} of a target with {num_layers} layers")
+        if not 0 <= mask_token_id < self.embed.shape[0]:
+            num_rows = self.embed.shape[0]
+            raise ValueError(f"mask token id {mask_token_id} is outside the target's {num_rows} embedding rows")
+        # transformers renamed past_key_values to cache in 5.2x; the old name warns, the new one is unknown before.
+        names = inspect.signature(model.base_model.forward).parameters
+        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+        self._captured: dict[int, Tensor] = {}
+        for layer_id in self.layer_ids:
+            self._layers()[layer_id].register_forward_hook(self._capture(layer_id))
+
+    def _layers(self) -> nn.ModuleList:
+        return self.model.base_model.layers
+
+    def _capture(self, layer_id: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target lives."""
+        return self.embed.device
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Token ids that end an answer, from the generation config, then the model config."""
+        ids: set[int] = set()
+        for config in (self.model.generation_config, self.config):
+            value = getattr(config, "eos_token_id", None)
+            ids |= set(value if isinstance(value, list | tuple) else [value] if value is not None else [])
+        return tuple(sorted(ids))
+
+    @property
+    def max_length(self) -> int:
+        """Positions the target was made for."""
+        return self.config.max_position_embeddings
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor, cache: TargetCache | None = None) -> TargetOutput:
+        """Run [R, T] ids, appended to `cache` where one is given.
+
+        Right padding needs no mask: a causal model's states before the padding do not see it.
+        """
+        arguments = {self._cache_argument: cache} if cache is not None else {}
+        output = self.model.base_model(input_ids=input_ids, use_cache=cache is not None, **arguments)
+        captured = [self._captured.pop(layer_id) for layer_id in self.layer_ids]
+        hidden = output.last_hidden_state
+        return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else hidden[..., :0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """lm_head of final states [..., H] -> [..., V], at least fp32."""
+        logits = nn.functional.linear(hidden, self.lm_head)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def new_cache(self, max_length: int) -> TargetCache:
+        """An empty cache for `max_length` positions."""
+        return TargetCache(self.config.num_hidden_layers, max_length)
+
+
+def default_layer_ids(num_target_layers: int, num_captured: int) -> tuple[int, ...]:
+    """The captured layers by DFlash's rule: spread evenly from layer 1 to the third layer from the end.
+
+    Raises ValueError where the target is too shallow to give `num_captured` distinct layers.
+    """
+    if num_captured == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    ids = tuple(round(1 + i * span / (num_captured - 1)) for i in range(num_captured))
+    if len(set(ids)) < num_captured or ids[0] < 0:
+        raise ValueError(f"{num_captured} distinct layers cannot be captured from {num_target_layers}: {ids}")
+    return ids
+
+
+def rope_theta(config: Any) -> float:
+    """The RoPE base of a transformers config, under its new or its old name."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", 10_000.0))
+
+
+def cache_dir() -> Path:
+    """Where converted targets and downloaded packages are kept: $LILICORR_CACHE or ~/.cache/lilicorr."""
+    return Path(os.environ.get("LILICORR_CACHE") or Path.home() / ".cache" / "lilicorr")
+
+
+def resolve_target(config: TargetConfig) -> str:
+    """Folder or hub name of the target; makes the `random` and `smollm2` ones on first use.
+
+    Raises ValueError for a path-like source that does not exist.
+    """
+    if config.source == "embedded":
+        return str(Path(__file__).parent / "embedded")
+    if config.source == "random":
+        from lilicorr.tiny import tiny_target_folder
+
+        return str(tiny_target_folder(cache_dir() / "random"))
+    if config.source == "smollm2":
+        from lilicorr.smollm2 import smollm2_folder
+
+        return str(smollm2_folder(cache_dir()))
+    looks_like_path = config.source.startswith((".", "/", "~")) or config.source.count("/") > 1
+    path = Path(config.source).expanduser()
+    if looks_like_path and not (path / "config.json").is_file():
+        raise ValueError(f"target folder {path} has no config.json")
+    return str(path) if path.is_dir() else config.source
+
+
+def resolve_mask_token(config: TargetConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> int:
+    """The mask token's id: the configured one, else the first embedding row the tokenizer never produces, else
+    the tokenizer's own mask token.
+
+    Raises ValueError where the id has no embedding row, or where there is none to choose: the embedding is
+    never resized, since a new row would neither be trained nor exist in the server.
+    """
+    if config.mask_token_id is not None:
+        if not 0 <= config.mask_token_id < num_rows:
+            raise ValueError(f"mask_token_id {config.mask_token_id} is outside the target's {num_rows} embedding rows")
+        return config.mask_token_id
+    if len(tokenizer) < num_rows:
+        return len(tokenizer)
+    if tokenizer.mask_token_id is not None:
+        return tokenizer.mask_token_id
+    raise ValueError(
+        f"the target's {num_rows} embedding rows are all taken and its tokenizer has no mask token; "
+        "set target.mask_token_id to an id that never occurs in text"
+    )
+
+
+def load_target(config: TargetConfig, device: str | torch.device = "cpu", layer_ids: tuple[int, ...] = ()) -> Target:
+    """Load model and tokenizer, frozen, on `device`, capturing `layer_ids`."""
+    if config.dtype not in DTYPES:
+        raise ValueError(f"target.dtype must be one of {', '.join(DTYPES)}, got {config.dtype!r}")
+    name = resolve_target(config)
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=config.revision)
+    model = AutoModelForCausalLM.from_pretrained(name, revision=config.revision, dtype=DTYPES[config.dtype])
+    mask_token_id = resolve_mask_token(config, tokenizer, model.get_input_embeddings().weight.shape[0])
+    return Target(model.to(device), tokenizer, layer_ids, mask_token_id)
