@@ -30,6 +30,11 @@ import torch
 from torch import Tensor
 
 
+def wide(x: Tensor) -> Tensor:
+    """`x` in at least fp32: half precisions are widened, fp64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 @dataclass(frozen=True)
 class BlockSpec:
     """What target, drafter and head must agree on about a block."""
@@ -93,9 +98,8 @@ class BlockLabels:
     lm_head: Tensor  # [V, H] the target's output projection, frozen
 
     def target_logits_at(self, token_ids: Tensor) -> Tensor:
-        """The target's logits of `token_ids` [N, S, K] -> [N, S, K] in fp32, without a vocabulary pass."""
-        rows = self.lm_head[token_ids].float()
-        return torch.einsum("nskh,nsh->nsk", rows, self.target_hidden.float())
+        """The target's logits of `token_ids` [N, S, K] -> [N, S, K], without a vocabulary pass."""
+        return torch.einsum("nskh,nsh->nsk", wide(self.lm_head[token_ids]), wide(self.target_hidden))
 
 
 @dataclass(frozen=True)

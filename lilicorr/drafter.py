@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lilicorr.blocks import BlockSpec
+from lilicorr.blocks import BlockSpec, wide
 from lilicorr.config import DrafterConfig
 from lilicorr.target import default_layer_ids, rope_theta
 
@@ -78,8 +78,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        full = wide(x)
+        return self.weight * (full * torch.rsqrt(full.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 class Rotary(nn.Module):
@@ -115,7 +115,7 @@ def block_attention(queries: Tensor, block_kv: LayerKV, context_kv: LayerKV, anc
     context_scores = context_scores.masked_fill(hidden[:, None, None, :, None, :], float("-inf"))
     block_scores = grouped @ block_keys[:, :, None].transpose(-1, -2)
     scores = torch.cat([context_scores, block_scores], dim=-1)
-    weights = scores.softmax(dim=-1, dtype=None if scores.dtype == torch.float64 else torch.float32)
+    weights = wide(scores).softmax(dim=-1)
     context_weights, block_weights = weights.to(values.dtype).split([length, size], dim=-1)
     mixed = (context_weights.reshape(rows, num_kv, -1, length) @ values).view(grouped.shape)
     mixed = mixed + block_weights @ block_values[:, :, None]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lilicorr.blocks import BlockLabels, DraftOutput
+from lilicorr.blocks import BlockLabels, DraftOutput, wide
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def candidates(draft: DraftOutput, num_candidates: int) -> Lattice:
     Features, in the order of the published heads: log-probability, probability, gap to the slot's best
     log-probability, rank in [0, 1], and whether it is the slot's top choice.
     """
-    logits = draft.logits if draft.logits.dtype == torch.float64 else draft.logits.float()
+    logits = wide(draft.logits)
     top = logits.topk(num_candidates, dim=-1)
     log_probs = top.values - logits.logsumexp(dim=-1, keepdim=True)
     ranks = torch.arange(num_candidates, device=logits.device, dtype=logits.dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lilicorr.blocks import LossTerm
+from lilicorr.blocks import LossTerm, wide
 
 
 def block_cross_entropy(label_log_probs: Tensor, valid: Tensor, decay: float, weight: float = 1.0) -> LossTerm:
@@ -56,7 +56,7 @@ def margin_hinge(scores: Tensor, gold_rank: Tensor, supervised: Tensor, margin: 
 
 def diagnostic(values: Tensor, chosen: Tensor) -> LossTerm:
     """A mean of `values` where `chosen`, any equal shapes, that is reported and not trained on."""
-    return _mean_over(values.detach().to(torch.float32), chosen, 0.0)
+    return _mean_over(wide(values.detach()), chosen, 0.0)
 
 
 def _mean_over(values: Tensor, chosen: Tensor, weight: float) -> LossTerm:

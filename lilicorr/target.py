@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
+from lilicorr.blocks import wide
 from lilicorr.config import TargetConfig
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -154,8 +155,7 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """lm_head of final states [..., H] -> [..., V], at least fp32."""
-        logits = nn.functional.linear(hidden, self.lm_head)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return wide(nn.functional.linear(hidden, self.lm_head))
 
     def new_cache(self, max_length: int) -> TargetCache:
         """An empty cache for `max_length` positions."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal
+from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal, wide
 
 if TYPE_CHECKING:
     from lilicorr.drafter import DrafterShape
@@ -41,7 +41,7 @@ def label_log_probs(draft: DraftOutput, labels: BlockLabels) -> tuple[Tensor, Te
 
     Returns [N, S] log-probabilities and [N, S] valid: a label outside the draft vocabulary has none.
     """
-    logits = draft.logits if draft.logits.dtype == torch.float64 else draft.logits.float()
+    logits = wide(draft.logits)
     valid, index = labels.valid, labels.token_ids
     if draft.vocab_ids is not None:
         index = torch.searchsorted(draft.vocab_ids, labels.token_ids).clamp(max=len(draft.vocab_ids) - 1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal
+from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal, wide
 from lilicorr.config import LiLiCorrConfig
 from lilicorr.heads.base import Head, label_log_probs
 from lilicorr.lattice import WALKS, Lattice, candidates, oracle_prefix, prefix_length
@@ -145,8 +145,7 @@ class LiLiCorrHead(Head):
         return bias.repeat_interleave(num_candidates, dim=1).repeat_interleave(num_candidates, dim=2)
 
     def _unit(self, vectors: Tensor) -> Tensor:
-        wide = vectors if vectors.dtype == torch.float64 else vectors.float()
-        return nn.functional.normalize(wide, dim=-1, eps=self.config.vector_eps)
+        return nn.functional.normalize(wide(vectors), dim=-1, eps=self.config.vector_eps)
 
     def loss(self, draft: DraftOutput, labels: BlockLabels, progress: float) -> dict[str, LossTerm]:
         """Eq. (7) with Appendix G: the drafter's loss, and on the oracle prefix the three terms of the head."""
@@ -190,7 +189,9 @@ class LiLiCorrHead(Head):
         ranks = WALKS[self.config.walk](anchor_scores.detach(), pair_scores.detach())
         walked = lattice.token_ids.gather(-1, ranks[..., None])[..., 0] == labels.token_ids
         top1 = lattice.token_ids[..., 0] == labels.token_ids
-        spread = torch.cat([anchor_scores[:, None], pair_scores.flatten(1, 2)], dim=1).std(dim=-1).mean(dim=-1)
+        # population deviation without std(), which warns when a batch holds no block
+        scores = torch.cat([anchor_scores[:, None], pair_scores.flatten(1, 2)], dim=1)
+        spread = (scores - scores.mean(dim=-1, keepdim=True)).square().mean(dim=-1).sqrt().mean(dim=-1)
         return {
             "selected_prefix": diagnostic(prefix_length(walked), full),
             "top1_prefix": diagnostic(prefix_length(top1), full),

@@ -1,0 +1,126 @@
+"""The drafter: what a block may see, training against cached decoding, and the published sizes."""
+
+import pytest
+import torch
+
+from lilicorr.blocks import BlockSpec
+from lilicorr.config import DrafterConfig
+from lilicorr.drafter import Drafter, DrafterShape, block_attention, block_spec, drafter_shape
+
+
+def make_shape(**changes: int) -> DrafterShape:
+    values = dict(
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        num_captured_layers=2,
+        vocab_size=67,
+        num_target_layers=6,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        max_position_embeddings=512,
+    )
+    return DrafterShape(**(values | changes))
+
+
+@pytest.fixture
+def drafter() -> Drafter:
+    torch.manual_seed(0)
+    drafter = Drafter(make_shape()).double()
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return drafter
+
+
+def run(drafter: Drafter, features: torch.Tensor, embeds: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+    return drafter(embeds, anchors, drafter.context_kv(drafter.fuse(features)))
+
+
+def test_a_block_sees_the_context_before_its_anchor_only(drafter):
+    features = torch.randn(1, 12, 64, dtype=torch.float64)
+    embeds = torch.randn(1, 2, 5, 32, dtype=torch.float64)
+    anchors = torch.tensor([[4, 7]])
+    before = run(drafter, features, embeds, anchors)
+    for position in range(12):
+        changed = features.clone()
+        changed[0, position] += 1.0
+        moved = (run(drafter, changed, embeds, anchors) - before).abs().amax(dim=(0, 2, 3)) > 1e-9
+        assert moved.tolist() == [position < 4, position < 7], f"position {position}"
+
+
+def test_blocks_do_not_see_each_other_and_see_all_of_themselves(drafter):
+    features = torch.randn(1, 12, 64, dtype=torch.float64)
+    embeds = torch.randn(1, 2, 5, 32, dtype=torch.float64)
+    anchors = torch.tensor([[4, 6]])
+    before = run(drafter, features, embeds, anchors)
+    for slot in range(5):
+        changed = embeds.clone()
+        changed[0, 1, slot] += 1.0
+        moved = (run(drafter, features, changed, anchors) - before).abs().amax(dim=(0, 3)) > 1e-9
+        assert not moved[0].any() and moved[1].all(), f"slot {slot}"
+
+
+def test_attention_against_a_dense_mask():
+    torch.manual_seed(0)
+    rows, heads, kv, a, b, d, t = 2, 4, 2, 3, 4, 8, 9
+    queries = torch.randn(rows, heads, a, b, d, dtype=torch.float64)
+    block_kv = tuple(torch.randn(rows, kv, a, b, d, dtype=torch.float64) for _ in range(2))
+    context_kv = tuple(torch.randn(rows, kv, t, d, dtype=torch.float64) for _ in range(2))
+    anchors = torch.tensor([[0, 3, 9], [1, 2, 5]])
+    blocks = torch.arange(a * b) // b
+    allowed = torch.cat(
+        [
+            (torch.arange(t) < anchors[..., None]).repeat_interleave(b, dim=1),
+            (blocks[:, None] == blocks).expand(rows, -1, -1),
+        ],
+        dim=-1,
+    )
+    keys, values = (
+        torch.cat([c, x.flatten(2, 3)], dim=2).repeat_interleave(heads // kv, dim=1)
+        for c, x in zip(context_kv, block_kv)
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        queries.flatten(2, 3), keys, values, attn_mask=allowed[:, None]
+    )
+    got = block_attention(queries, block_kv, context_kv, anchors)
+    assert torch.allclose(got.flatten(2, 3), expected, atol=1e-12)
+
+
+def test_shape_comes_from_the_target(tiny_target):
+    shape = drafter_shape(DrafterConfig(num_layers=2), tiny_target.config)
+    assert shape == make_shape(intermediate_size=64)
+    assert block_spec(DrafterConfig(num_layers=2), tiny_target.config, 66) == BlockSpec(16, 8, 66, (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "parameters"), [(4096, 12288, 1_048_626_432), (2560, 9728, 537_427_200)]
+)
+def test_parameter_counts_of_the_published_drafters(hidden, intermediate, parameters):
+    shape = make_shape(
+        hidden_size=hidden,
+        num_layers=5,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=intermediate,
+        num_captured_layers=5,
+    )
+    with torch.device("meta"):
+        drafter = Drafter(shape)
+    assert sum(p.numel() for p in drafter.parameters()) == parameters
+    assert len(drafter.state_dict()) == 58
+
+
+def test_block_spec_refuses_nonsense():
+    for arguments, message in [
+        ((1, 8, 0, (1,)), "block_size must be at least 2"),
+        ((8, 0, 0, (1,)), "num_candidates must be at least 1"),
+        ((8, 8, -1, (1,)), "mask_token_id must not be negative"),
+        ((8, 8, 0, (3, 1)), "target_layer_ids must be ascending"),
+        ((8, 8, 0, ()), "target_layer_ids must be ascending"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            BlockSpec(*arguments)

@@ -1,0 +1,216 @@
+"""The contract of every head, and what is particular to LiLiCorr."""
+
+import pytest
+import torch
+
+from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, take_blocks
+from lilicorr.config import LiLiCorrConfig, from_dict
+from lilicorr.heads import HEADS
+from lilicorr.heads.lilicorr import LiLiCorrHead
+from lilicorr.lattice import candidates
+from lilicorr.losses import total_loss
+from test_drafter import make_shape
+
+SMALL = {"argmax": {}, "lilicorr": dict(hidden_size=16, num_heads=2, factor_dim=12, full_blocks_only=False)}
+SPEC = BlockSpec(block_size=6, num_candidates=4, mask_token_id=66, target_layer_ids=(1, 3))
+
+
+def make_head(name: str, seed: int = 0, **changes) -> torch.nn.Module:
+    """A head with every parameter random, tables and biases included."""
+    torch.manual_seed(seed)
+    head = HEADS[name](from_dict(HEADS[name].Config, SMALL[name] | changes), make_shape(), SPEC).double()
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return head
+
+
+def make_blocks(n: int = 7, seed: int = 1, covered: bool = True) -> tuple[DraftOutput, BlockLabels]:
+    torch.manual_seed(seed)
+    embed, lm_head = (torch.randn(67, 32, dtype=torch.float64) for _ in range(2))
+    hidden = torch.randn(n, 5, 32, dtype=torch.float64)
+    draft = DraftOutput(
+        anchor_ids=torch.randint(0, 67, (n,)),
+        hidden=hidden,
+        logits=hidden @ lm_head.T,
+        anchor_context=torch.randn(n, 32, dtype=torch.float64),
+        anchor_valid=torch.ones(n, dtype=torch.bool),
+        embed=embed,
+    )
+    labels = draft.logits.topk(3, dim=-1).indices[..., 2] if covered else draft.logits.argmin(dim=-1)
+    valid = torch.ones(n, 5, dtype=torch.bool)
+    return draft, BlockLabels(labels, valid, torch.randn(n, 5, 32, dtype=torch.float64), lm_head)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_contract_shapes_and_finite_losses(name):
+    head, (draft, labels) = make_head(name), make_blocks()
+    proposal = head.propose(draft)
+    assert proposal.token_ids.shape == (7, 5) and proposal.token_ids.dtype == torch.long
+    terms = head.loss(draft, labels, progress=0.5)
+    assert torch.isfinite(total_loss(terms))
+    assert terms["drafter_ce"].weight == 1.0
+    assert {n for n, t in terms.items() if t.weight and t.sum.requires_grad is False} <= {"drafter_ce"}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_contract_gradients_reach_the_drafter(name):
+    head, (draft, labels) = make_head(name), make_blocks()
+    hidden = draft.hidden.clone().requires_grad_()
+    context = draft.anchor_context.clone().requires_grad_()
+    draft = DraftOutput(draft.anchor_ids, hidden, hidden @ labels.lm_head.T, context, draft.anchor_valid, draft.embed)
+    terms = head.loss(draft, labels, 1.0)
+    total_loss(terms).backward()
+    assert (hidden.grad.abs().amax(dim=-1) > 0).all()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in head.parameters())
+    assert (context.grad is not None) == any(True for _ in head.parameters())
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_contract_nothing_is_supervised_without_labels(name):
+    head, (draft, labels) = make_head(name), make_blocks()
+    empty = BlockLabels(labels.token_ids, torch.zeros_like(labels.valid), labels.target_hidden, labels.lm_head)
+    terms = head.loss(draft, empty, 1.0)
+    assert all(float(t.sum.detach()) == float(t.count) == 0.0 for n, t in terms.items() if n != "score_spread")
+    assert float(total_loss(terms).detach()) == 0.0
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_contract_proposals_do_not_depend_on_the_batch(name):
+    head, (draft, _) = make_head(name), make_blocks()
+    whole = head.propose(draft).token_ids
+    for i in range(7):
+        assert torch.equal(head.propose(take_blocks(draft, slice(i, i + 1))).token_ids, whole[i : i + 1])
+
+
+def test_argmax_head_is_the_argmax():
+    draft, _ = make_blocks()
+    assert torch.equal(make_head("argmax").propose(draft).token_ids, draft.logits.argmax(-1))
+
+
+def test_scores_are_cosines_times_sigma():
+    head, (draft, _) = make_head("lilicorr", logit_scale=8.0), make_blocks()
+    anchor, pairs = head.scores(draft, candidates(draft, 4))
+    assert anchor.shape == (7, 4) and pairs.shape == (7, 4, 4, 4)
+    largest = max(anchor.abs().max().item(), pairs.abs().max().item())
+    assert 1.0 < largest <= 8.0
+    half = make_head("lilicorr", logit_scale=4.0)
+    assert torch.allclose(half.scores(draft, candidates(draft, 4))[1] * 2, pairs)
+
+
+def test_scores_depend_on_the_whole_lattice_but_the_walk_is_pairwise():
+    """Section 3.2: a pair's score may rest on evidence outside the pair."""
+    head, (draft, _) = make_head("lilicorr"), make_blocks(n=1)
+    before = head.scores(draft, candidates(draft, 4))[1]
+    hidden = draft.hidden.clone()
+    hidden[0, 4] += 1.0
+    moved = DraftOutput(draft.anchor_ids, hidden, draft.logits, draft.anchor_context, draft.anchor_valid, draft.embed)
+    after = head.scores(moved, candidates(moved, 4))[1]
+    assert (before[0, 0] - after[0, 0]).abs().max() > 1e-6
+
+
+def test_a_block_without_a_position_before_its_anchor_has_no_context():
+    head, (draft, _) = make_head("lilicorr"), make_blocks(n=2)
+    valid = torch.tensor([False, True])
+    first = DraftOutput(draft.anchor_ids, draft.hidden, draft.logits, draft.anchor_context, valid, draft.embed)
+    second = DraftOutput(draft.anchor_ids, draft.hidden, draft.logits, draft.anchor_context * 9, valid, draft.embed)
+    lattice = candidates(draft, 4)
+    same, other = (head.scores(d, lattice)[0] for d in (first, second))
+    assert torch.equal(same[0], other[0]) and not torch.allclose(same[1], other[1])
+
+
+def test_published_initialisation():
+    torch.manual_seed(0)
+    head = LiLiCorrHead(LiLiCorrConfig(hidden_size=64, factor_dim=64), make_shape(), SPEC)
+    for table in (head.slot_embedding, head.rank_embedding, head.relative_slot_bias, head.same_slot_bias):
+        assert not table.any()
+    for linear in (head.out_head, head.in_head, head.anchor_out_head):
+        assert linear.weight.std().item() == pytest.approx(0.02, rel=0.1) and not linear.bias.any()
+    assert head.layers[0].attn.in_proj_weight.std().item() > 0.05
+
+
+def test_no_gradient_through_the_candidates_embeddings():
+    head, (draft, labels) = make_head("lilicorr"), make_blocks()
+    embed = draft.embed.clone().requires_grad_()
+    draft = DraftOutput(
+        draft.anchor_ids, draft.hidden, draft.logits, draft.anchor_context, draft.anchor_valid, embed.detach()
+    )
+    total_loss(head.loss(draft, labels, 1.0)).backward()
+    assert embed.grad is None
+
+
+def test_an_uncovered_first_slot_leaves_the_head_without_signal():
+    head, (draft, labels) = make_head("lilicorr"), make_blocks(covered=False)
+    terms = head.loss(draft, labels, 1.0)
+    assert float(terms["head_ce"].count) == float(terms["distractor"].count) == 0.0
+    assert float(terms["oracle_prefix"].sum) == 0.0
+    assert float(terms["drafter_ce"].count) > 0.0
+
+
+def test_a_miss_in_the_middle_ends_the_supervision():
+    head, (draft, labels) = make_head("lilicorr"), make_blocks(n=1)
+    ids = labels.token_ids.clone()
+    ids[0, 2] = draft.logits[0, 2].argmin()
+    terms = head.loss(draft, BlockLabels(ids, labels.valid, labels.target_hidden, labels.lm_head), 1.0)
+    assert float(terms["head_ce"].count) == 2.0
+
+
+def test_full_blocks_only_drops_blocks_at_the_end_of_an_answer():
+    draft, labels = make_blocks(n=2)
+    valid = labels.valid.clone()
+    valid[1, 4] = False
+    labels = BlockLabels(labels.token_ids, valid, labels.target_hidden, labels.lm_head)
+    heads = [make_head("lilicorr", full_blocks_only=full) for full in (True, False)]
+    counts = [float(head.loss(draft, labels, 1.0)["head_ce"].count) for head in heads]
+    assert counts == [5.0, 9.0]
+
+
+def test_margin_and_ramp_keep_the_total_weight():
+    draft, labels = make_blocks()
+    plain = make_head("lilicorr").loss(draft, labels, 1.0)
+    margin = make_head("lilicorr", margin_blend=0.5).loss(draft, labels, 1.0)
+    ramped = make_head("lilicorr", ramp_fraction=0.5).loss(draft, labels, 0.25)
+    assert [plain[n].weight for n in ("head_ce", "distractor", "margin")] == [0.25, 0.25, 0.0]
+    assert [margin[n].weight for n in ("head_ce", "distractor", "margin")] == [0.125, 0.25, 0.125]
+    assert [ramped[n].weight for n in ("head_ce", "distractor", "margin")] == [0.125, 0.125, 0.0]
+
+
+def test_the_exact_walk_is_a_setting_of_the_same_parameters():
+    draft, _ = make_blocks(n=64)
+    greedy, exact = make_head("lilicorr"), make_head("lilicorr", walk="exact")
+    assert all(torch.equal(a, b) for a, b in zip(greedy.parameters(), exact.parameters()))
+    assert (greedy.propose(draft).token_ids != exact.propose(draft).token_ids).any()
+    with pytest.raises(ValueError, match="walk must be one of greedy, exact"):
+        make_head("lilicorr", walk="viterbi")
+
+
+def test_smallest_shapes():
+    """One candidate, one slot, and a head as wide as the drafter."""
+    for spec in (BlockSpec(2, 4, 66, (1, 3)), BlockSpec(6, 1, 66, (1, 3))):
+        torch.manual_seed(0)
+        config = LiLiCorrConfig(hidden_size=0, num_heads=4, factor_dim=8, full_blocks_only=False)
+        head = LiLiCorrHead(config, make_shape(), spec).double()
+        draft, labels = make_blocks()
+        cut = spec.num_slots
+        draft = DraftOutput(
+            draft.anchor_ids,
+            draft.hidden[:, :cut],
+            draft.logits[:, :cut],
+            draft.anchor_context,
+            draft.anchor_valid,
+            draft.embed,
+        )
+        labels = BlockLabels(
+            labels.token_ids[:, :cut], labels.valid[:, :cut], labels.target_hidden[:, :cut], labels.lm_head
+        )
+        assert head.propose(draft).token_ids.shape == (7, cut)
+        assert torch.isfinite(total_loss(head.loss(draft, labels, 1.0)))
+        assert "token_proj.weight" not in head.state_dict()
+
+
+@pytest.mark.parametrize(("hidden", "parameters"), [(4096, 36_758_794), (2560, 32_040_202)])
+def test_parameter_counts_of_the_paper(hidden, parameters):
+    spec = BlockSpec(16, 8, 151669, (1, 9, 17, 25, 33))
+    with torch.device("meta"):
+        head = LiLiCorrHead(LiLiCorrConfig(), make_shape(hidden_size=hidden), spec)
+    assert sum(p.numel() for p in head.parameters()) == parameters
+    assert len(head.state_dict()) == 46

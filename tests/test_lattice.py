@@ -1,0 +1,110 @@
+"""The lattice: candidates and features, the oracle prefix, and the walks against brute force."""
+
+import itertools
+
+import pytest
+import torch
+
+from lilicorr.blocks import BlockLabels, DraftOutput
+from lilicorr.lattice import candidates, exact_walk, greedy_walk, oracle_prefix, prefix_length
+
+
+def make_draft(logits: torch.Tensor, vocab_ids: torch.Tensor | None = None) -> DraftOutput:
+    n, s, _ = logits.shape
+    hidden = torch.zeros(n, s, 3)
+    anchor = torch.zeros(n, dtype=torch.long)
+    return DraftOutput(anchor, hidden, logits, torch.zeros(n, 3), anchor == 0, torch.zeros(50, 3), vocab_ids)
+
+
+def make_labels(token_ids: list[list[int]], valid: list[list[bool]] | None = None) -> BlockLabels:
+    ids = torch.tensor(token_ids)
+    mask = torch.ones_like(ids, dtype=torch.bool) if valid is None else torch.tensor(valid)
+    return BlockLabels(ids, mask, torch.zeros(*ids.shape, 3), torch.zeros(50, 3))
+
+
+def test_candidates_are_the_likeliest_in_order():
+    logits = torch.randn(2, 3, 11, dtype=torch.float64)
+    lattice = candidates(make_draft(logits), 4)
+    log_probs = logits.log_softmax(-1).sort(dim=-1, descending=True)
+    assert torch.equal(lattice.token_ids, log_probs.indices[..., :4])
+    assert torch.allclose(lattice.log_probs, log_probs.values[..., :4])
+
+
+def test_features_in_the_published_order():
+    logits = torch.tensor([[[2.0, 0.0, 1.0]]], dtype=torch.float64)
+    lattice = candidates(make_draft(logits), 3)
+    log_probs = lattice.log_probs[0, 0]
+    expected = torch.stack(
+        [
+            log_probs,
+            log_probs.exp(),
+            torch.tensor([0.0, -1.0, -2.0], dtype=torch.float64),
+            torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64),
+            torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64),
+        ],
+        dim=-1,
+    )
+    assert torch.allclose(lattice.features[0, 0], expected)
+    assert candidates(make_draft(logits), 1).features[0, 0, 0, 3] == 0.0
+
+
+def test_candidates_of_a_restricted_vocabulary_are_ids_of_the_target():
+    vocab_ids = torch.tensor([4, 17, 33])
+    lattice = candidates(make_draft(torch.tensor([[[0.0, 3.0, 1.0]]]), vocab_ids), 2)
+    assert lattice.token_ids.tolist() == [[[17, 33]]]
+
+
+def test_membership_has_no_gradient_and_the_log_probabilities_do():
+    logits = torch.randn(1, 2, 7, dtype=torch.float64, requires_grad=True)
+    candidates(make_draft(logits), 2).log_probs.sum().backward()
+    assert (logits.grad.abs() > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("labels", "valid", "supervised"),
+    [
+        ([1, 2, 3], None, [1, 1, 1]),
+        ([9, 2, 3], None, [0, 0, 0]),
+        ([1, 9, 3], None, [1, 0, 0]),
+        ([1, 2, 3], [True, True, False], [1, 1, 0]),
+        ([1, 2, 3], [False, True, True], [0, 0, 0]),
+    ],
+)
+def test_oracle_prefix_ends_at_the_first_miss(labels, valid, supervised):
+    ids = torch.tensor([[[5, 1], [2, 6], [7, 3]]])
+    gold, mask = oracle_prefix(ids, make_labels([labels], [valid] if valid else None))
+    assert mask.int().tolist() == [supervised]
+    for slot in range(3):
+        if mask[0, slot]:
+            assert ids[0, slot, gold[0, slot]] == labels[slot]
+
+
+def test_prefix_length():
+    assert prefix_length(torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]]).bool()).tolist() == [2, 0, 4]
+
+
+def brute_force(anchor: torch.Tensor, pairs: torch.Tensor) -> tuple[int, ...]:
+    slots, k = pairs.shape[0] + 1, anchor.shape[0]
+
+    def score(path: tuple[int, ...]) -> float:
+        return float(anchor[path[0]] + sum(pairs[s, path[s], path[s + 1]] for s in range(slots - 1)))
+
+    return max(itertools.product(range(k), repeat=slots), key=score)
+
+
+def test_walks_against_brute_force():
+    torch.manual_seed(0)
+    anchor, pairs = torch.randn(20, 3), torch.randn(20, 4, 3, 3)
+    greedy, exact = greedy_walk(anchor, pairs), exact_walk(anchor, pairs)
+    for i in range(20):
+        path = [int(anchor[i].argmax())]
+        for slot in range(4):
+            path.append(int(pairs[i, slot, path[-1]].argmax()))
+        assert greedy[i].tolist() == path
+        assert tuple(exact[i].tolist()) == brute_force(anchor[i], pairs[i])
+    assert (greedy != exact).any()
+
+
+def test_walks_of_a_single_slot():
+    anchor, pairs = torch.tensor([[0.0, 2.0, 1.0]]), torch.zeros(1, 0, 3, 3)
+    assert greedy_walk(anchor, pairs).tolist() == exact_walk(anchor, pairs).tolist() == [[1]]

@@ -1,0 +1,92 @@
+"""The target: captured layers, cache rollback, mask token and loading faults."""
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from lilicorr.config import TargetConfig
+from lilicorr.target import Target, default_layer_ids, load_target, resolve_mask_token, resolve_target
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_captured_layers_are_the_residual_stream(target_factory, family):
+    target = target_factory(family)
+    ids = torch.randint(0, 60, (2, 9))
+    output = target.forward(ids)
+    states = target.model(ids, output_hidden_states=True)
+    width = target.config.hidden_size
+    for i, layer_id in enumerate(target.layer_ids):
+        captured = output.features[..., i * width : (i + 1) * width]
+        assert torch.equal(captured, states.hidden_states[layer_id + 1])
+        assert not torch.equal(captured, states.hidden_states[layer_id])
+    assert torch.allclose(target.logits(output.hidden), states.logits, atol=1e-12)
+
+
+def test_the_last_layer_is_captured_before_the_final_norm(tiny_target):
+    last = tiny_target.config.num_hidden_layers - 1
+    target = Target(tiny_target.model, None, (last,), 66)
+    output = target.forward(torch.randint(0, 60, (1, 5)))
+    normalised = target.model.model.norm(output.features)
+    assert torch.allclose(target.logits(normalised), target.logits(output.hidden))
+    assert not torch.allclose(output.features, output.hidden)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_rollback_is_setting_a_length(target_factory, family):
+    target = target_factory(family)
+    ids = torch.randint(0, 60, (1, 16))
+    whole = target.forward(ids)
+    cache = target.new_cache(20)
+    target.forward(ids[:, :7], cache)
+    target.forward(torch.full((1, 5), 3), cache)
+    assert cache.length == 12
+    cache.length = 7
+    rest = target.forward(ids[:, 7:], cache)
+    assert torch.allclose(rest.hidden, whole.hidden[:, 7:], atol=1e-12)
+    assert torch.allclose(rest.features, whole.features[:, 7:], atol=1e-12)
+    with pytest.raises(AssertionError, match="cache of 20 positions asked to hold 21"):
+        target.forward(torch.zeros(1, 5, dtype=torch.long), cache)
+
+
+def test_right_padding_changes_nothing(tiny_target):
+    ids = torch.randint(0, 60, (1, 8))
+    padded = torch.cat([ids, torch.zeros(1, 4, dtype=torch.long)], dim=1)
+    assert torch.allclose(tiny_target.forward(padded).hidden[:, :8], tiny_target.forward(ids).hidden, atol=1e-12)
+
+
+def test_default_layer_ids_are_those_of_the_published_drafters():
+    assert default_layer_ids(36, 5) == (1, 9, 17, 25, 33)
+    assert default_layer_ids(28, 1) == (14,)
+    assert default_layer_ids(8, 3) == (1, 3, 5)
+    with pytest.raises(ValueError, match="3 distinct layers cannot be captured from 5"):
+        default_layer_ids(5, 3)
+
+
+def tokenizer_of(num_tokens: int, **special: str) -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    vocabulary = {f"w{i}": i for i in range(num_tokens - len(special))}
+    vocabulary |= {token: num_tokens - 1 - i for i, token in enumerate(special.values())}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="w0")), **special)
+
+
+def test_mask_token_is_the_first_row_the_tokenizer_never_produces():
+    assert resolve_mask_token(TargetConfig(), tokenizer_of(60), 64) == 60
+    assert resolve_mask_token(TargetConfig(mask_token_id=7), tokenizer_of(60), 64) == 7
+    assert resolve_mask_token(TargetConfig(), tokenizer_of(60, mask_token="<m>"), 60) == 59
+    with pytest.raises(ValueError, match="all taken"):
+        resolve_mask_token(TargetConfig(), tokenizer_of(60), 60)
+    with pytest.raises(ValueError, match="mask_token_id 151669 is outside the target's 64 embedding rows"):
+        resolve_mask_token(TargetConfig(mask_token_id=151669), tokenizer_of(60), 64)
+
+
+def test_wrong_targets_are_refused(tiny_target, tmp_path):
+    with pytest.raises(ValueError, match="captured layer 6 of a target with 6 layers"):
+        Target(tiny_target.model, None, (1, 6), 66)
+    with pytest.raises(ValueError, match="mask token id 67 is outside the target's 67 embedding rows"):
+        Target(tiny_target.model, None, (1,), 67)
+    with pytest.raises(ValueError, match="has no config.json"):
+        resolve_target(TargetConfig(source=str(tmp_path / "nowhere")))
+    with pytest.raises(ValueError, match="target.dtype must be one of"):
+        load_target(TargetConfig(dtype="int3"))
