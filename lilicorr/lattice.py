@@ -24,27 +24,44 @@ class Lattice:
     features: Tensor  # [N, S, K, 5] the drafter's confidence (Appendix A)
 
 
-def candidates(draft: DraftOutput, num_candidates: int) -> Lattice:
-    """The top `num_candidates` of every slot, with gradients through their log-probabilities, not through membership.
+def log_probs_at(logits: Tensor, index: Tensor) -> Tensor:
+    """Log-probabilities [..., J] of `index` [..., J] under logits [..., D].
 
-    Features, in the order of the published heads: log-probability, probability, gap to the slot's best
-    log-probability, rank in [0, 1], and whether it is the slot's top choice.
+    Asking for labels and candidates in one call makes one pass over the vocabulary forwards and one backwards.
     """
-    logits = wide(draft.logits)
-    top = logits.topk(num_candidates, dim=-1)
-    log_probs = top.values - logits.logsumexp(dim=-1, keepdim=True)
-    ranks = torch.arange(num_candidates, device=logits.device, dtype=logits.dtype)
+    return wide(logits).log_softmax(dim=-1).gather(-1, index)
+
+
+def top_index(logits: Tensor, num_candidates: int) -> Tensor:
+    """Indices [..., K] of the largest logits, largest first; membership has no gradient."""
+    return logits.detach().topk(num_candidates, dim=-1).indices
+
+
+def candidates(draft: DraftOutput, num_candidates: int) -> Lattice:
+    """The top `num_candidates` of every slot."""
+    index = top_index(draft.logits, num_candidates)
+    return build_lattice(draft.token_ids(index), log_probs_at(draft.logits, index))
+
+
+def build_lattice(token_ids: Tensor, log_probs: Tensor) -> Lattice:
+    """The lattice of candidates [N, S, K], likeliest first, with the features of Appendix A.
+
+    In the order of the published heads: log-probability, probability, gap to the slot's best log-probability,
+    rank in [0, 1], and whether it is the slot's top choice. Gradients flow through the first three.
+    """
+    num_candidates = token_ids.shape[-1]
+    ranks = torch.arange(num_candidates, device=log_probs.device, dtype=log_probs.dtype)
     features = torch.stack(
         [
             log_probs,
             log_probs.exp(),
             log_probs - log_probs[..., :1],
             (ranks / max(1, num_candidates - 1)).expand_as(log_probs),
-            (ranks == 0).to(logits.dtype).expand_as(log_probs),
+            (ranks == 0).to(log_probs.dtype).expand_as(log_probs),
         ],
         dim=-1,
     )
-    return Lattice(draft.token_ids(top.indices), log_probs, features)
+    return Lattice(token_ids, log_probs, features)
 
 
 def oracle_prefix(token_ids: Tensor, labels: BlockLabels) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from lilicorr.blocks import BlockLabels, DraftOutput, LossTerm, Proposal
 from lilicorr.config import ArgmaxConfig
-from lilicorr.heads.base import Head, label_log_probs
-from lilicorr.lattice import prefix_length
+from lilicorr.heads.base import Head, label_index
+from lilicorr.lattice import log_probs_at, prefix_length
 from lilicorr.losses import block_cross_entropy, diagnostic
 
 
@@ -25,8 +25,11 @@ class ArgmaxHead(Head):
 
     def loss(self, draft: DraftOutput, labels: BlockLabels, progress: float) -> dict[str, LossTerm]:
         """Eq. (6), and the mean prefix the argmax would have had accepted on blocks that have every label."""
-        log_probs, valid = label_log_probs(draft, labels)
-        matches = self.propose(draft).token_ids == labels.token_ids
+        index, valid = label_index(draft, labels)
+        log_probs = log_probs_at(draft.logits, index[..., None])[..., 0]
+        # a maximum is several times cheaper than an argmax; a tie for the top counts as a match here
+        logits = draft.logits.detach()
+        matches = valid & (logits.gather(-1, index[..., None])[..., 0] >= logits.amax(dim=-1))
         return {
             "drafter_ce": block_cross_entropy(log_probs, valid, self.config.decay),
             "top1_prefix": diagnostic(prefix_length(matches), labels.valid.all(dim=-1)),

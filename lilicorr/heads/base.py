@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal, wide
+from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal
 
 if TYPE_CHECKING:
     from lilicorr.drafter import DrafterShape
@@ -36,14 +36,12 @@ class Head(nn.Module):
         raise NotImplementedError
 
 
-def label_log_probs(draft: DraftOutput, labels: BlockLabels) -> tuple[Tensor, Tensor]:
-    """Log-probability of every label under the drafter's marginals, and which slots have one.
+def label_index(draft: DraftOutput, labels: BlockLabels) -> tuple[Tensor, Tensor]:
+    """Where every label stands in the draft vocabulary, and which slots have one.
 
-    Returns [N, S] log-probabilities and [N, S] valid: a label outside the draft vocabulary has none.
+    Returns [N, S] indices into the logits and [N, S] valid: a label outside the draft vocabulary has none.
     """
-    logits = wide(draft.logits)
-    valid, index = labels.valid, labels.token_ids
-    if draft.vocab_ids is not None:
-        index = torch.searchsorted(draft.vocab_ids, labels.token_ids).clamp(max=len(draft.vocab_ids) - 1)
-        valid = valid & (draft.vocab_ids[index] == labels.token_ids)
-    return logits.gather(-1, index[..., None])[..., 0] - logits.logsumexp(dim=-1), valid
+    if draft.vocab_ids is None:
+        return labels.token_ids, labels.valid
+    index = torch.searchsorted(draft.vocab_ids, labels.token_ids).clamp(max=len(draft.vocab_ids) - 1)
+    return index, labels.valid & (draft.vocab_ids[index] == labels.token_ids)

@@ -14,8 +14,17 @@ from torch import Tensor, nn
 
 from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal, wide
 from lilicorr.config import LiLiCorrConfig
-from lilicorr.heads.base import Head, label_log_probs
-from lilicorr.lattice import WALKS, Lattice, candidates, oracle_prefix, prefix_length
+from lilicorr.heads.base import Head, label_index
+from lilicorr.lattice import (
+    WALKS,
+    Lattice,
+    build_lattice,
+    candidates,
+    log_probs_at,
+    oracle_prefix,
+    prefix_length,
+    top_index,
+)
 from lilicorr.losses import (
     block_cross_entropy,
     diagnostic,
@@ -125,8 +134,7 @@ class LiLiCorrHead(Head):
 
     def _attend(self, draft: DraftOutput, lattice: Lattice) -> Tensor:
         """The nodes, [N, S, K, width], after attention over the whole lattice."""
-        tokens = self.token_proj(draft.embed[lattice.token_ids])
-        nodes = tokens + self.pass_hidden_proj(draft.hidden)[:, :, None]
+        nodes = self._token_terms(draft.embed, lattice.token_ids) + self.pass_hidden_proj(draft.hidden)[:, :, None]
         nodes = nodes + self.feature_mlp(lattice.features.to(draft.hidden.dtype))
         num_slots = nodes.shape[1]
         nodes = nodes + self.slot_embedding[0, :, :num_slots] + self.rank_embedding[0]
@@ -134,6 +142,12 @@ class LiLiCorrHead(Head):
         for layer in self.layers:
             x = layer(x, bias)
         return self.output_norm(x).view_as(nodes)
+
+    def _token_terms(self, embed: Tensor, token_ids: Tensor) -> Tensor:
+        """The projected embeddings of the candidates; of the whole table first where that is the smaller product."""
+        if token_ids.numel() > embed.shape[0]:
+            return nn.functional.embedding(token_ids, self.token_proj(embed))
+        return self.token_proj(embed[token_ids])
 
     def _attention_bias(self, num_slots: int) -> Tensor:
         """[heads, S * K, S * K]: one value per signed slot distance, one for candidates of the same slot."""
@@ -150,8 +164,10 @@ class LiLiCorrHead(Head):
     def loss(self, draft: DraftOutput, labels: BlockLabels, progress: float) -> dict[str, LossTerm]:
         """Eq. (7) with Appendix G: the drafter's loss, and on the oracle prefix the three terms of the head."""
         config = self.config
-        log_probs, valid = label_log_probs(draft, labels)
-        lattice = candidates(draft, self.spec.num_candidates)
+        index, valid = label_index(draft, labels)
+        top = top_index(draft.logits, self.spec.num_candidates)
+        log_probs = log_probs_at(draft.logits, torch.cat([index[..., None], top], dim=-1))
+        lattice = build_lattice(draft.token_ids(top), log_probs[..., 1:])
         anchor_scores, pair_scores = self.scores(draft, lattice)
         gold_rank, supervised = oracle_prefix(lattice.token_ids, labels)
         full = labels.valid.all(dim=-1)
@@ -161,7 +177,7 @@ class LiLiCorrHead(Head):
         ramp = min(1.0, progress / config.ramp_fraction) if config.ramp_fraction else 1.0
         weight = ramp * config.head_weight
         terms = {
-            "drafter_ce": block_cross_entropy(log_probs, valid, config.decay),
+            "drafter_ce": block_cross_entropy(log_probs[..., 0], valid, config.decay),
             "head_ce": lattice_cross_entropy(scores, gold_rank, chosen, weight * (1 - config.margin_blend)),
             "distractor": distractor_penalty(
                 scores, target_logits, gold_rank, chosen, weight * config.distractor_weight

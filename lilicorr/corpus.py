@@ -1,0 +1,353 @@
+"""The training set: regenerated turns as one immutable, memory-mapped table of tokens, and its sampler.
+
+Place in the flow: `pipelines/regenerate.py` leaves Parquet shards with the tokens exactly as the target
+made them; `build_training_set` lays them out once; `training` takes rows by number. The border between
+prompt and completion is the loss mask, nothing is tokenised again. The sampler has no state: a step number
+gives its rows, so resume is one integer and no batch depends on how many workers there are.
+
+Paper: section 4.1 (training data), Table 4 (length 3,072, batch 64).
+
+A folder holds `tokens.npy` int32 [sum of lengths], `mask.npy` bool of the same length, `offsets.npy`
+int64 [rows + 1], `vocab.npy` int32 (the ids that occur) and `meta.json`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from lilicorr.blocks import TrainBatch
+from lilicorr.folder import new_folder
+
+FORMAT = 1
+LAYOUTS = ("turn", "conversation")
+COLUMNS = ["cid", "turn", "prompt_ids", "completion_ids", "finish_reason", "fingerprint"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One regenerated answer as it stands in a shard."""
+
+    cid: str
+    index: int
+    prompt: np.ndarray  # int32
+    completion: np.ndarray  # int32, with the stop token where there was one
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training row before it is laid out."""
+
+    cid: str
+    turn: int
+    tokens: np.ndarray  # int32 [T]
+    mask: np.ndarray  # bool [T]
+
+
+def build_training_set(
+    shards: Sequence[Path], folder: Path, max_length: int, layout: str, source: str = ""
+) -> dict[str, Any]:
+    """Lay out the regenerated `shards` as a training set in `folder` and return its report.
+
+    `layout="turn"` makes one row of every answer; `"conversation"` makes one row of every conversation:
+    the last prompt and answer, with the earlier answers supervised where their tokens stand unchanged in
+    that prompt. Rows are cut on the right to `max_length`; a row without two adjacent supervised tokens
+    holds no block and is dropped. The order is (cid, turn), whatever the order of the shards. `source`
+    identifies the shards (a hash of their manifests) and is kept in `meta.json`.
+
+    Raises ValueError for an unknown layout, a repeated (cid, turn), shards of different regeneration runs,
+    or if no row is left.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if max_length < 2:
+        raise ValueError(f"max_length must be at least 2, got {max_length}")
+    counts: Counter[str] = Counter()
+    places: list[tuple[str, int, int, int]] = []  # cid, turn, shard, length: the order of the rows
+    runs: set[str] = set()
+    for number, shard in enumerate(shards):
+        for row in _shard_rows(shard, max_length, layout, counts, runs):
+            places.append((row.cid, row.turn, number, len(row.tokens)))
+    _check_places(places, shards, runs, counts)
+    places.sort()
+    with new_folder(folder) as aside:
+        meta = _lay_out(aside, places, shards, max_length, layout)
+        names = ("turns", "conversations", "truncated", "spans_found", "spans_missing")
+        drops = {key.removeprefix("dropped_"): n for key, n in sorted(counts.items()) if key.startswith("dropped_")}
+        report = {name: counts[name] for name in names} | {"dropped": drops}
+        report |= {key: meta[key] for key in ("rows", "tokens", "supervised_tokens", "longest_row", "vocabulary")}
+        meta |= {"source": source, "regeneration": sorted(runs), "report": report}
+        (aside / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    return report
+
+
+def _check_places(
+    places: list[tuple[str, int, int, int]], shards: Sequence[Path], runs: set[str], counts: Counter[str]
+) -> None:
+    """Refuse an empty set, mixed regeneration runs and rows that stand twice."""
+    if not places:
+        raise ValueError(f"no training row in {len(shards)} shards: {dict(counts)}")
+    if len(runs) > 1:
+        raise ValueError(f"shards of different regeneration runs: {', '.join(sorted(runs))}")
+    seen: dict[tuple[str, int], int] = {}
+    for cid, turn, number, _ in places:
+        other = seen.setdefault((cid, turn), number)
+        if other != number:
+            raise ValueError(f"conversation {cid} turn {turn} stands in {shards[other]} and in {shards[number]}")
+    if len(seen) != len(places):
+        raise ValueError(f"{len(places) - len(seen)} rows stand twice in one shard")
+
+
+def _lay_out(
+    folder: Path, places: list[tuple[str, int, int, int]], shards: Sequence[Path], max_length: int, layout: str
+) -> dict[str, Any]:
+    """Write the arrays, one shard in memory at a time; every row goes straight to its final place."""
+    offsets = np.zeros(len(places) + 1, dtype=np.int64)
+    np.cumsum([length for *_, length in places], out=offsets[1:])
+    total = int(offsets[-1])
+    tokens = np.lib.format.open_memmap(folder / "tokens.npy", mode="w+", dtype=np.int32, shape=(total,))
+    mask = np.lib.format.open_memmap(folder / "mask.npy", mode="w+", dtype=np.bool_, shape=(total,))
+    where = {(cid, turn): index for index, (cid, turn, *_) in enumerate(places)}
+    present: set[int] = set()
+    for shard in shards:
+        for row in _shard_rows(shard, max_length, layout, Counter(), set()):
+            index = where[row.cid, row.turn]
+            tokens[offsets[index] : offsets[index + 1]] = row.tokens
+            mask[offsets[index] : offsets[index + 1]] = row.mask
+            present.update(np.unique(row.tokens).tolist())
+    tokens.flush()
+    mask.flush()
+    np.save(folder / "offsets.npy", offsets)
+    np.save(folder / "vocab.npy", np.array(sorted(present), dtype=np.int32))
+    return {
+        "format": FORMAT,
+        "rows": len(places),
+        "tokens": total,
+        "supervised_tokens": int(np.count_nonzero(mask)),
+        "vocabulary": len(present),
+        "max_length": max_length,
+        "longest_row": int(np.diff(offsets).max()),
+        "layout": layout,
+        "content": _content_hash(tokens, mask, offsets),
+    }
+
+
+def _content_hash(*arrays: np.ndarray, block: int = 1 << 24) -> str:
+    """16 hex digits of the arrays' bytes, read in blocks."""
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        for start in range(0, len(array), block):
+            digest.update(np.ascontiguousarray(array[start : start + block]))
+    return digest.hexdigest()
+
+
+def _shard_rows(shard: Path, max_length: int, layout: str, counts: Counter[str], runs: set[str]) -> Iterator[Row]:
+    """The training rows of one shard; counts what is cut, found and dropped, and collects run fingerprints."""
+    conversations = _read_shard(shard, counts, runs)
+    counts["conversations"] += len(conversations)
+    for turns in conversations.values():
+        if layout == "turn":
+            rows = [_turn_row(turn) for turn in turns]
+        else:
+            rows = [_conversation_row(turns, counts)]
+        for row in rows:
+            if len(row.tokens) > max_length:
+                counts["truncated"] += 1
+                row = Row(row.cid, row.turn, row.tokens[:max_length], row.mask[:max_length])
+            if np.any(row.mask[:-1] & row.mask[1:]):
+                yield row
+            else:
+                counts["dropped_no_supervised_pair"] += 1
+
+
+def _read_shard(shard: Path, counts: Counter[str], runs: set[str]) -> dict[str, list[Turn]]:
+    """The usable turns of a shard by conversation, each conversation in the order of its turns."""
+    table = pq.read_table(shard, columns=COLUMNS).combine_chunks()
+    runs.update(table["fingerprint"].unique().to_pylist())
+    cids, turns = table["cid"].to_pylist(), table["turn"].to_pylist()
+    reasons = table["finish_reason"].to_pylist()
+    prompts, completions = _id_lists(table["prompt_ids"]), _id_lists(table["completion_ids"])
+    conversations: dict[str, list[Turn]] = {}
+    for cid, turn, reason, prompt, completion in zip(cids, turns, reasons, prompts, completions):
+        counts["turns"] += 1
+        if reason == "error":
+            counts["dropped_error"] += 1
+        elif len(completion) == 0:
+            counts["dropped_empty"] += 1
+        else:
+            conversations.setdefault(cid, []).append(Turn(cid, turn, prompt, completion))
+    for conversation in conversations.values():
+        conversation.sort(key=lambda turn: turn.index)
+    return conversations
+
+
+def _id_lists(column: Any) -> list[np.ndarray]:
+    """The rows of a list<int32> column as views of one array."""
+    lists: list[np.ndarray] = []
+    for chunk in column.chunks:
+        values = chunk.flatten().to_numpy(zero_copy_only=False)
+        ends = np.cumsum(chunk.value_lengths().to_numpy(zero_copy_only=False))
+        lists += np.split(values, ends[:-1]) if len(ends) else []
+    return lists
+
+
+def _turn_row(turn: Turn) -> Row:
+    tokens = np.concatenate([turn.prompt, turn.completion]).astype(np.int32)
+    return Row(turn.cid, turn.index, tokens, np.arange(len(tokens)) >= len(turn.prompt))
+
+
+def _conversation_row(turns: list[Turn], counts: Counter[str]) -> Row:
+    """The last turn's row with the earlier answers supervised too.
+
+    A template may render an earlier answer's frame differently once it is history (Qwen3 drops the empty
+    think block), so each answer is looked for at or after the place where the two prompts part.
+    """
+    row = _turn_row(turns[-1])
+    prompt, mask = turns[-1].prompt, row.mask
+    for turn in turns[:-1]:
+        start = _find(prompt, turn.completion, _common_prefix(prompt, turn.prompt))
+        if start is None:
+            counts["spans_missing"] += 1
+        else:
+            counts["spans_found"] += 1
+            mask[start : start + len(turn.completion)] = True
+    return row
+
+
+def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
+    """How many leading tokens agree."""
+    length = min(len(first), len(second))
+    differs = np.flatnonzero(first[:length] != second[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+def _find(tokens: np.ndarray, span: np.ndarray, start: int) -> int | None:
+    """The first place at or after `start` where `span` stands in `tokens`."""
+    for place in start + np.flatnonzero(tokens[start : len(tokens) - len(span) + 1] == span[0]):
+        if np.array_equal(tokens[place : place + len(span)], span):
+            return int(place)
+    return None
+
+
+class TrainingSet:
+    """A built training set, memory-mapped and read-only; row numbers are the sample ids."""
+
+    def __init__(self, tokens: np.ndarray, mask: np.ndarray, offsets: np.ndarray, vocab: np.ndarray, meta: dict):
+        self.tokens, self.mask, self.offsets, self.vocab, self.meta = tokens, mask, offsets, vocab, meta
+        self.lengths = np.diff(offsets)
+
+    @classmethod
+    def open(cls, folder: Path) -> TrainingSet:
+        """Open `folder`; raises ValueError that names the file if one is missing, cut off or does not fit."""
+        folder = Path(folder)
+        if not (folder / "meta.json").is_file():
+            raise ValueError(f"{folder} is not a training set: meta.json is missing")
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        if meta.get("format") != FORMAT:
+            raise ValueError(f"{folder / 'meta.json'}: format must be {FORMAT}, got {meta.get('format')!r}")
+        sizes = {"tokens": meta["tokens"], "mask": meta["tokens"], "offsets": meta["rows"] + 1}
+        arrays = {}
+        for name, size in (sizes | {"vocab": meta["vocabulary"]}).items():
+            path = folder / f"{name}.npy"
+            try:
+                arrays[name] = np.load(path, mmap_mode="r")
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{path} is missing or cut off: {error}") from error
+            if arrays[name].shape != (size,):
+                raise ValueError(f"{path} holds {arrays[name].shape} entries, meta.json says {size}")
+        offsets = np.array(arrays["offsets"])
+        if offsets[0] != 0 or offsets[-1] != meta["tokens"] or np.any(np.diff(offsets) < 2):
+            raise ValueError(f"{folder / 'offsets.npy'} does not ascend from 0 to {meta['tokens']}")
+        return cls(arrays["tokens"], arrays["mask"], offsets, arrays["vocab"], meta)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def batch(self, sample_ids: Sequence[int]) -> TrainBatch:
+        """The rows [R] as one batch, right-padded with id 0 to the longest of them."""
+        lengths = self.lengths[list(sample_ids)]
+        ids = np.zeros((len(sample_ids), int(lengths.max())), dtype=np.int64)
+        mask = np.zeros(ids.shape, dtype=np.bool_)
+        for row, (sample, length) in enumerate(zip(sample_ids, lengths)):
+            start = self.offsets[sample]
+            ids[row, :length] = self.tokens[start : start + length]
+            mask[row, :length] = self.mask[start : start + length]
+        return TrainBatch(
+            input_ids=torch.from_numpy(ids),
+            loss_mask=torch.from_numpy(mask),
+            lengths=torch.from_numpy(lengths.astype(np.int64)),
+            sample_ids=torch.tensor(list(sample_ids), dtype=torch.int64),
+        )
+
+    def vocab_ids(self) -> Tensor:
+        """The target ids that occur anywhere in the set, ascending, int64."""
+        return torch.from_numpy(self.vocab.astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Which rows a step trains on, as a pure function of the step number.
+
+    An epoch is a permutation keyed by (seed, epoch), cut into batches of `batch_size`. The last batch of an
+    epoch is smaller where the rows do not divide evenly: no batch spans two epochs, no row is left out.
+    """
+
+    num_rows: int
+    batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1 or self.batch_size < 1:
+            raise ValueError(f"a sampler needs rows and a batch size, got {self.num_rows} and {self.batch_size}")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of one epoch, the smaller last one included."""
+        return math.ceil(self.num_rows / self.batch_size)
+
+    def num_steps(self, epochs: float) -> int:
+        """Steps of that many epochs, at least one."""
+        return max(1, round(epochs * self.steps_per_epoch))
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The permutation of the rows in `epoch`."""
+        return _permutation(self.num_rows, self.seed, epoch)
+
+    def rows(self, step: int) -> tuple[int, list[int]]:
+        """The epoch of `step` (counted from 0) and the rows of its batch."""
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        start = batch * self.batch_size
+        return epoch, self.order(epoch)[start : start + self.batch_size].tolist()
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_rows)
+
+
+def split_rows(lengths: Sequence[int], num_workers: int) -> list[list[int]]:
+    """Deal a step's rows to the workers with nearly equal token counts; each share is in falling length.
+
+    Longest first, always to the worker with the fewest tokens so far. The shares are a partition of
+    `range(len(lengths))` for any number of workers; with more workers than rows some are empty. Slices of
+    a share hold rows of similar length, so a micro-batch has little padding.
+    """
+    shares: list[list[int]] = [[] for _ in range(num_workers)]
+    loads = [0] * num_workers
+    for index in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        worker = min(range(num_workers), key=lambda number: (loads[number], number))
+        shares[worker].append(index)
+        loads[worker] += int(lengths[index])
+    return shares

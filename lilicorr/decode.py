@@ -1,0 +1,178 @@
+"""The reference decoder: one sequence at a time on the transformers model, on any device.
+
+Place in the flow: it defines what decoding means; the engine is held against it, and evaluation runs it.
+
+    prefill the prompt, draw its next token            (a verification with zero slots)
+    repeat: draft from the anchor -> target on [anchor, drafts] -> verify -> commit the accepted run and the
+            next token, which is the new anchor -> append the drafter's context
+
+Autoregression is the same loop with zero slots. The block anchored at position a sees the target's features
+of positions before a only, so context is appended after verification, for the rows that stay. Rollback is
+setting the length of the target's cache.
+
+Paper: section 3.1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lilicorr.blocks import DraftOutput, Proposal, Verdict
+from lilicorr.draft_model import DraftModel
+from lilicorr.target import Target
+from lilicorr.verify import Sampling, check_sampling, verify
+
+Observer = Callable[[DraftOutput | None, Proposal, Verdict], None]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one answer is decoded. Raises ValueError for values out of range."""
+
+    max_new_tokens: int
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1 is off
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()  # the answer ends with the first of these, usually `target.eos_ids`
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A finished answer. Its acceptance length tau is `num_block_tokens / num_blocks`.
+
+    `num_block_tokens` counts what verified blocks added to the answer: accepted drafts and the token after
+    them, without what was cut behind a stop token or the limit. The token of the prefill is in no block.
+    """
+
+    token_ids: list[int]
+    finish_reason: str  # stop | length
+    num_blocks: int
+    num_block_tokens: int
+    seconds: float  # of the whole call, prefill included
+
+
+class Decoder:
+    """Decodes with a target and a draft model, or autoregressively where `draft_model` is None."""
+
+    def __init__(self, target: Target, draft_model: DraftModel | None) -> None:
+        if draft_model is not None and draft_model.spec.target_layer_ids != target.layer_ids:
+            raise ValueError(
+                f"the draft model reads target layers {draft_model.spec.target_layer_ids}, "
+                f"the target captures {target.layer_ids}"
+            )
+        self.target = target
+        self.draft_model = draft_model
+        self.num_slots = draft_model.spec.num_slots if draft_model is not None else 0
+
+    def generate(self, prompt_ids: list[int], params: SamplingParams, observe: Observer | None = None) -> Decoded:
+        """Decode the whole answer; errors as in `stream`."""
+        start = time.perf_counter()
+        runs = list(self.stream(prompt_ids, params, observe))
+        seconds = time.perf_counter() - start
+        token_ids = [token_id for run in runs for token_id in run]
+        finish_reason = "stop" if token_ids[-1] in params.stop_ids else "length"
+        return Decoded(token_ids, finish_reason, len(runs) - 1, len(token_ids) - len(runs[0]), seconds)
+
+    def stream(
+        self, prompt_ids: list[int], params: SamplingParams, observe: Observer | None = None
+    ) -> Iterator[list[int]]:
+        """Yield the answer as it is committed: the prefill's token, then one list per verified block.
+
+        The last list is cut at a stop token, which stays, or at `max_new_tokens`. `observe` is called for every
+        block before its tokens are yielded, with the draft (None in autoregression), the proposal and the
+        uncut verdict.
+
+        Raises ValueError for an empty prompt, ids outside the vocabulary, an answer that could outgrow the
+        target's context, and a target whose logits are NaN.
+        """
+        self._check(prompt_ids, params)
+        return self._runs(prompt_ids, params, observe)
+
+    @torch.no_grad()
+    def _runs(self, prompt_ids: list[int], params: SamplingParams, observe: Observer | None) -> Iterator[list[int]]:
+        """The loop of the module's docstring."""
+        room = len(prompt_ids) + params.max_new_tokens + self.num_slots
+        cache = self.target.new_cache(room)
+        context = self.draft_model.new_context(room) if self.draft_model is not None else None
+        block = torch.tensor([prompt_ids], device=self.target.device)
+        draft, proposal = None, _no_slots(self.target.device)
+        position = len(prompt_ids)  # of slot 1's token: the first one that verification decides
+        remaining = params.max_new_tokens
+        while True:
+            output = self.target.forward(block, cache)
+            logits = self.target.logits(output.hidden[:, -1 - proposal.token_ids.shape[1] :])
+            if logits.isnan().any():
+                raise ValueError(f"the target's logits are NaN at position {position}: weights or dtype are broken")
+            verdict = verify(proposal, logits, self._sampling(params, position))
+            if observe is not None and position > len(prompt_ids):
+                observe(draft, proposal, verdict)
+            num_accepted = int(verdict.num_accepted)
+            run = [*proposal.token_ids[0, :num_accepted].tolist(), int(verdict.next_ids)]
+            committed = _cut(run, params.stop_ids, remaining)
+            yield committed
+            remaining -= len(committed)
+            if remaining == 0 or committed[-1] in params.stop_ids:
+                return
+            num_rows = block.shape[1] - proposal.token_ids.shape[1] + num_accepted
+            cache.length = position + num_accepted
+            position += len(run)
+            if context is not None:
+                self.draft_model.extend_context(context, output.features[:, :num_rows])
+                draft = self.draft_model.draft(verdict.next_ids, context)
+                proposal = self.draft_model.head.propose(draft, self._sampling(params, position))
+            block = torch.cat([verdict.next_ids[:, None], proposal.token_ids], dim=1)
+
+    def _sampling(self, params: SamplingParams, position: int) -> Sampling:
+        """The request's sampling as one row, for the token at `position`."""
+
+        def row(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([value], dtype=dtype, device=self.target.device)
+
+        return Sampling(
+            temperature=row(params.temperature, torch.float64),
+            top_k=row(params.top_k, torch.int64),
+            top_p=row(params.top_p, torch.float64),
+            seeds=row(params.seed, torch.int64),
+            positions=row(position, torch.int64),
+            any_sampled=params.temperature > 0,
+            any_filtered=params.top_k > 0 or params.top_p < 1,
+        )
+
+    def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Raise ValueError where the target cannot serve the request."""
+        vocab, limit = self.target.embed.shape[0], self.target.max_length
+        if not prompt_ids:
+            raise ValueError("the prompt must have at least one token")
+        for name, ids in (("prompt", prompt_ids), ("stop", params.stop_ids)):
+            outside = [token_id for token_id in ids if not 0 <= token_id < vocab]
+            if outside:
+                raise ValueError(f"{name} token id {outside[0]} is outside the target's vocabulary of {vocab}")
+        total = len(prompt_ids) + params.max_new_tokens
+        if total > limit:
+            raise ValueError(
+                f"prompt ({len(prompt_ids)} tokens) and max_new_tokens ({params.max_new_tokens}) make {total}, "
+                f"more than the target's context of {limit}"
+            )
+
+
+def _no_slots(device: torch.device) -> Proposal:
+    """The proposal of autoregression."""
+    return Proposal(torch.empty(1, 0, dtype=torch.int64, device=device))
+
+
+def _cut(run: list[int], stop_ids: tuple[int, ...], remaining: int) -> list[int]:
+    """The run up to its first stop token, which stays, and at most `remaining` tokens."""
+    run = run[:remaining]
+    stops = [index for index, token_id in enumerate(run) if token_id in stop_ids]
+    return run[: stops[0] + 1] if stops else run

@@ -1,0 +1,263 @@
+"""Evaluation: prompt sets through several systems side by side.
+
+Place in the flow: `pipelines/evaluate.py` loads target, draft models and prompts and calls `run_sets`; its
+results go to a JSON file, from which `print_table` and `lilicorr.plots` draw. Every system answers a prompt
+before the next prompt starts, so timings are comparable. The turns of a conversation are decoded in order, with
+the autoregressive reply as history for all systems, so every system sees the same prompts.
+
+Paper: section 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lilicorr.acceptance import Answer, BlockRecord, Sums, add_sums, answer_sums, figures, resamples, stack_sums
+from lilicorr.blocks import DraftOutput, Proposal, Verdict
+from lilicorr.chat import Message, answer_text
+from lilicorr.config import EvaluateConfig, fingerprint
+from lilicorr.decode import Decoder, SamplingParams
+from lilicorr.draft_model import DraftModel
+from lilicorr.lattice import candidates
+from lilicorr.target import Target
+
+logger = logging.getLogger(__name__)
+
+AUTOREGRESSIVE = "autoregressive"  # always measured; speed-ups are relative to it
+DFLASH = "dflash"  # gains in tau are relative to the system of this name
+EXACT_DTYPES = (torch.float32, torch.float64)  # in which greedy outputs must agree token for token
+WARM_UP_TOKENS = 16
+LOG_EVERY_S = 30.0
+PRINT_WIDTH = 130  # columns of a log file
+
+Render = Callable[[list[Message]], list[int]]  # messages that end in a user turn -> prompt ids
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation to decode: system and user turns, without assistant turns."""
+
+    id: str
+    messages: list[Message]
+
+
+class System:
+    """A row of the table: a decoder that records its blocks outside the measured time."""
+
+    def __init__(self, target: Target, draft_model: DraftModel | None) -> None:
+        self.decoder = Decoder(target, draft_model)
+        self.num_slots = self.decoder.num_slots
+        self.num_candidates = draft_model.spec.num_candidates if draft_model is not None else 0
+
+    def answer(self, prompt_ids: list[int], params: SamplingParams) -> Answer:
+        """Decode one turn."""
+        recorder = _Recorder(self.num_candidates)
+        decoded = self.decoder.generate(prompt_ids, params, recorder)
+        seconds = decoded.seconds - recorder.seconds
+        return Answer(decoded.token_ids, decoded.num_blocks, decoded.num_block_tokens, seconds, recorder.blocks)
+
+    def sums(self, answers: Sequence[Answer]) -> Sums:
+        """What the turns of one prompt add to the figures."""
+        return add_sums([answer_sums(answer, self.num_slots, self.num_candidates) for answer in answers])
+
+
+@dataclass
+class _Recorder:
+    """Observer of one decode; `seconds` is the time it took itself."""
+
+    num_candidates: int
+    blocks: list[BlockRecord] = field(default_factory=list)
+    seconds: float = 0.0
+    start: int = 1  # the token at index 0 is the prefill's
+
+    def __call__(self, draft: DraftOutput | None, proposal: Proposal, verdict: Verdict) -> None:
+        if draft is None:
+            return
+        num_accepted = int(verdict.num_accepted)  # waits for the device: up to here it is the decoder's time
+        began = time.perf_counter()
+        tokens = candidates(draft, self.num_candidates).token_ids[0].tolist()
+        self.blocks.append(BlockRecord(self.start, proposal.token_ids[0].tolist(), tokens, num_accepted))
+        self.start += num_accepted + 1
+        self.seconds += time.perf_counter() - began
+
+
+def run_sets(
+    target: Target,
+    draft_models: dict[str, DraftModel],
+    sets: dict[str, Sequence[Prompt]],
+    config: EvaluateConfig,
+    render: Render,
+    identity: dict[str, str],
+    previous: dict[str, Any],
+    save: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Evaluate every set with autoregression and the draft models; `save` is called after each set.
+
+    A set that `previous` results hold for the same inputs is kept as it is. `identity` stands for the weights
+    of target and draft models: with the config and the prompts it makes the fingerprint of a set.
+
+    Returns {"systems": {name: {set: figures}}, "sets": {set: {"fingerprint", "num_turns", ...}}}; the figures
+    are those of `acceptance.figures` and `matches_autoregressive`, the number of prompts whose output is the
+    autoregressive one. Raises ValueError for a set none of whose prompts fits the target's context, and
+    RuntimeError where a greedy output in fp32 or fp64 differs from the autoregressive one.
+    """
+    if AUTOREGRESSIVE in draft_models:
+        raise ValueError(f"no draft model may be called {AUTOREGRESSIVE!r}")
+    systems = {AUTOREGRESSIVE: System(target, None)}
+    systems |= {name: System(target, draft_model) for name, draft_model in draft_models.items()}
+    results: dict[str, Any] = {"systems": {name: {} for name in systems}, "sets": {}}
+    settings = dataclasses.replace(config, sets=(), max_prompts=None)  # the prompts themselves are in the key
+    for name, prompts in sets.items():
+        key = fingerprint(settings, identity, list(systems), [dataclasses.asdict(prompt) for prompt in prompts])
+        if previous.get("sets", {}).get(name, {}).get("fingerprint") == key:
+            logger.info("%s: done before, kept", name)
+            results["sets"][name] = previous["sets"][name]
+            found = {system: previous["systems"][system][name] for system in systems}
+        else:
+            runner = SetRunner(name, target, systems, config, render)
+            found = runner.run(prompts)
+            results["sets"][name] = {"fingerprint": key, **runner.report()}
+        for system, values in found.items():
+            results["systems"][system][name] = values
+        save(results)
+    return results
+
+
+class SetRunner:
+    """One pass of all systems over one prompt set."""
+
+    def __init__(
+        self, name: str, target: Target, systems: dict[str, System], config: EvaluateConfig, render: Render
+    ) -> None:
+        self.name, self.target, self.systems, self.config, self.render = name, target, systems, config, render
+        self.params = SamplingParams(
+            config.max_new_tokens, config.temperature, seed=config.seed, stop_ids=target.eos_ids
+        )
+        self.must_match = config.temperature == 0 and target.embed.dtype in EXACT_DTYPES
+        self.num_turns = 0
+        self.num_dropped = 0  # turns whose prompt leaves no room for the answer; they end their conversation
+        self.num_limited = 0  # turns whose answer the limit ended
+
+    def run(self, prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:
+        """The figures of every system; errors as in `run_sets`."""
+        sums: dict[str, list[Sums]] = {name: [] for name in self.systems}
+        matches = dict.fromkeys(self.systems, 0)
+        began = logged = time.perf_counter()
+        for done, prompt in enumerate(prompts, start=1):
+            turns = self._turns(prompt)
+            for name, system in self.systems.items() if turns else ():
+                sums[name].append(system.sums([turn[name] for turn in turns]))
+                matches[name] += all(turn[name].token_ids == turn[AUTOREGRESSIVE].token_ids for turn in turns)
+            now = time.perf_counter()
+            if now - logged > LOG_EVERY_S or done == len(prompts):
+                left = (now - began) / done * (len(prompts) - done)
+                logger.info("%s: %d of %d prompts, %.0f s left", self.name, done, len(prompts), left)
+                logged = now
+        if not sums[AUTOREGRESSIVE]:
+            raise ValueError(
+                f"set {self.name}: none of {len(prompts)} prompts leaves room for max_new_tokens "
+                f"{self.config.max_new_tokens} in the target's context of {self.target.max_length}"
+            )
+        return self._figures(sums, matches)
+
+    def report(self) -> dict[str, int]:
+        """What was run and what was left out."""
+        return {"num_turns": self.num_turns, "num_dropped": self.num_dropped, "num_limited": self.num_limited}
+
+    def _turns(self, prompt: Prompt) -> list[dict[str, Answer]]:
+        """The answers of every system to the turns of one conversation, up to one that does not fit."""
+        turns: list[dict[str, Answer]] = []
+        history: list[Message] = []
+        for message in prompt.messages:
+            history.append(message)
+            if message["role"] != "user":
+                continue
+            prompt_ids = self.render(history)
+            if len(prompt_ids) + self.config.max_new_tokens > self.target.max_length:
+                self.num_dropped += 1
+                break
+            answers = self._answers(f"{prompt.id} (turn {len(turns) + 1})", prompt_ids)
+            turns.append(answers)
+            reply = answers[AUTOREGRESSIVE].token_ids
+            self.num_turns += 1
+            self.num_limited += reply[-1] not in self.params.stop_ids
+            if message is not prompt.messages[-1]:
+                history.append({"role": "assistant", "content": answer_text(self.target.tokenizer, reply)})
+        return turns
+
+    def _answers(self, where: str, prompt_ids: list[int]) -> dict[str, Answer]:
+        """One turn by every system; the first calls of a set are slower and are made before it is measured."""
+        if self.num_turns == 0:
+            short = dataclasses.replace(self.params, max_new_tokens=min(WARM_UP_TOKENS, self.config.max_new_tokens))
+            for system in self.systems.values():
+                system.answer(prompt_ids, short)
+        answers = {name: system.answer(prompt_ids, self.params) for name, system in self.systems.items()}
+        if self.must_match:
+            for name, answer in answers.items():
+                self._check(where, prompt_ids, name, answer.token_ids, answers[AUTOREGRESSIVE].token_ids)
+        return answers
+
+    def _check(self, where: str, prompt_ids: list[int], name: str, got: list[int], expected: list[int]) -> None:
+        """Raise RuntimeError where a system's greedy output is not the autoregressive one."""
+        if got == expected:
+            return
+        pairs = enumerate(zip([*got, None], [*expected, None]))
+        place, (found, wanted) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+        prefix = torch.tensor([[*prompt_ids, *expected[:place]]], device=self.target.device)
+        best = self.target.logits(self.target.forward(prefix).hidden[0, -1]).topk(2).values
+        raise RuntimeError(
+            f"{name} differs from {AUTOREGRESSIVE} on set {self.name}, prompt {where}: answer token {place} is "
+            f"{found}, not {wanted}; the target's two best logits there are {float(best[0] - best[1]):.3g} apart"
+        )
+
+    def _figures(self, sums: dict[str, list[Sums]], matches: dict[str, int]) -> dict[str, dict[str, Any]]:
+        """Figures of every system over the same resamples of the prompts."""
+        tables = {name: stack_sums(prompts) for name, prompts in sums.items()}
+        counts = resamples(len(sums[AUTOREGRESSIVE]), self.config.bootstrap_samples, self.config.seed)
+        found = {}
+        for name, table in tables.items():
+            rival = None if name in (AUTOREGRESSIVE, DFLASH) else tables.get(DFLASH)
+            values = figures(table, tables[AUTOREGRESSIVE], rival, counts)
+            found[name] = {**values, "matches_autoregressive": matches[name]}
+        return found
+
+
+def print_table(results: dict[str, Any]) -> None:
+    """Print tau with its interval and the speed-up by system and set, then the slots of the first set."""
+    from rich.console import Console
+    from rich.table import Table
+
+    names = list(results["sets"])
+    table = Table(title="acceptance length tau [95 % interval], speed-up over autoregression")
+    slots = Table(title=f"accepted prefix by any candidate, the head's choice and top-1, on {names[0]}")
+    for column in ("system", *names):
+        table.add_column(column, no_wrap=True)
+    for column in ("system", "oracle", "selected", "top-1", "acceptance of slots 1, 2, ..."):
+        slots.add_column(column, no_wrap=column == "system")
+    for system, by_set in results["systems"].items():
+        table.add_row(system, *[_cell(by_set[name]) for name in names])
+        first = by_set[names[0]]
+        if first["per_slot"]:
+            prefixes = [_show(first[f"{name}_prefix"]) for name in ("oracle", "selected", "top1")]
+            slots.add_row(system, *prefixes, " ".join(_show(value) for value in first["per_slot"]))
+    console = Console(width=None if sys.stdout.isatty() else PRINT_WIDTH)
+    console.print(table)
+    console.print(slots)
+
+
+def _cell(values: dict[str, Any]) -> str:
+    """Two lines of the table."""
+    low, high = values["tau_ci95"] or (None, None)
+    return f"{_show(values['tau'])} \\[{_show(low)}, {_show(high)}]\n{_show(values['speedup'])}x"
+
+
+def _show(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,294 @@
+"""Prompt sources: raw chat rows in, clean conversations with a content id out.
+
+Place in the flow: `pipelines/prepare.py` calls `load_conversations` once and writes the result with
+`write_conversations`; regeneration reads it back by row range. Only system and user turns are kept: the
+target answers every user turn itself (paper, section 4.1).
+
+What happens to a row, in this order; every drop is counted by its reason:
+    roles are mapped (human -> user, gpt -> assistant, developer -> system); content may be a string or a list
+    of `{"type": "text"}` parts; an empty system turn is left out; assistant turns are stripped, so a chat that
+    ends in one loses nothing and user turns in a row stay separate turns, each to be answered.
+    Dropped: no messages, no user turn, null content (the prompt was withheld), empty user turn, content that is
+    no text, tool turns, unknown roles, a chat opened by the assistant (its first user turn answers a text we do
+    not keep), a system turn that is not first, invalid Unicode, more than `max_chars` characters.
+    Special-token text in a content is kept: `chat.render_prompt` encodes it as text.
+Duplicates by content id collapse. The split into training and held-out prompts is by content hash (by module
+for `stdlib`) and comes before the choice of `max_conversations`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lilicorr import stdlib
+from lilicorr.config import PromptConfig
+from lilicorr.folder import ASIDE, flush
+from lilicorr.rows import corpus_files, iter_rows
+
+logger = logging.getLogger(__name__)
+
+NEMOTRON_SPLITS = ("stem", "chat", "math", "code")  # 1,397,187 rows: the paper's corpus
+NEMOTRON_REVISION = "Nemotron-Post-Training-Dataset-v2"
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+SOFT_SWITCHES = ("/think", "/no_think")
+ROW_GROUP = 2048
+SCHEMA = pa.schema(
+    [
+        ("cid", pa.string()),
+        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("source", pa.string()),
+        ("category", pa.string()),
+        ("uuid", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The turns the target is to answer: an optional system turn, then one user turn or more."""
+
+    cid: str  # 32 hex digits of the content
+    messages: list[dict[str, str]]  # role (system, user) and content
+    source: str
+    category: str
+    uuid: str
+
+
+class Dropped(Exception):
+    """A row that is no usable conversation; the argument is the reason it is counted under."""
+
+
+def conversation_id(messages: list[dict[str, str]], revision: str = "") -> str:
+    """32 hex digits of the canonical JSON of the system and user turns and the data set's revision."""
+    plain = [[message["role"], message["content"]] for message in messages]
+    text = json.dumps([plain, revision], ensure_ascii=False, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def normalise(row: Mapping[str, Any], max_chars: int | None = None) -> list[dict[str, str]]:
+    """The system and user turns of a raw row (`messages` or `conversations`).
+
+    Raises Dropped with the reason where the row is not usable.
+    """
+    raw = row.get("messages")
+    if raw is None:
+        raw = row.get("conversations")
+    if not isinstance(raw, list) or not raw:
+        raise Dropped("no_messages")
+    turns = [_turn(message) for message in raw]
+    roles = [role for role, _ in turns]
+    if "tool" in roles:
+        raise Dropped("tool_turn")
+    if "user" not in roles:
+        raise Dropped("no_user_turn")
+    if next(role for role in roles if role != "system") == "assistant":
+        raise Dropped("assistant_first")
+    if "system" in roles[1:]:
+        raise Dropped("system_not_first")
+    messages = [{"role": role, "content": _text(content)} for role, content in turns if role != "assistant"]
+    if any(message["role"] == "user" and not message["content"].strip() for message in messages):
+        raise Dropped("empty_user_turn")
+    if max_chars is not None and sum(len(message["content"]) for message in messages) > max_chars:
+        raise Dropped("too_long")
+    return [message for message in messages if message["content"].strip()]
+
+
+def _turn(message: Any) -> tuple[str, Any]:
+    """Role and raw content of one message in either spelling."""
+    if not isinstance(message, Mapping):
+        raise Dropped("message_not_an_object")
+    name = message.get("role", message.get("from"))
+    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        raise Dropped("unknown_role")
+    return role, message.get("content", message.get("value"))
+
+
+def _text(content: Any) -> str:
+    """A content as one string; parts are joined without anything between them."""
+    if content is None:
+        raise Dropped("content_withheld")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            raise Dropped("content_not_text")
+        texts.append(text)
+    text = "".join(texts)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise Dropped("invalid_unicode") from None
+    return text
+
+
+def load_conversations(config: PromptConfig) -> tuple[list[Conversation], list[Conversation], dict[str, int]]:
+    """Read the configured source; return training prompts, held-out prompts (both by content id) and counts.
+
+    `rows` equals the sum of `train`, `held_out`, `not_chosen`, `duplicate` and every `dropped_*`. Files are
+    read row by row; memory holds the kept system and user turns.
+
+    Raises ValueError for a missing, empty, cut or malformed file, and for a source that leaves nothing.
+    """
+    if not 0 <= config.held_out_fraction < 1:
+        raise ValueError(f"prompts.held_out_fraction must be in [0, 1), got {config.held_out_fraction}")
+    parts: dict[bool, dict[str, Conversation]] = {False: {}, True: {}}
+    counts: Counter[str] = Counter(rows=0, duplicate=0)
+    systems: Counter[str] = Counter()
+    for row, held_out in _source_rows(config):
+        counts["rows"] += 1
+        try:
+            messages = normalise(row, config.max_chars)
+        except Dropped as reason:
+            counts[f"dropped_{reason}"] += 1
+            continue
+        cid = conversation_id(messages, NEMOTRON_REVISION if config.source == "nemotron_v2" else "")
+        if cid in parts[False] or cid in parts[True]:
+            counts["duplicate"] += 1
+            continue
+        chosen = _held_out(cid, config.held_out_fraction) if held_out is None else held_out
+        parts[chosen][cid] = _conversation(cid, messages, row, config.source)
+        counts["with_soft_switch"] += any(switch in m["content"] for m in messages for switch in SOFT_SWITCHES)
+        systems[messages[0]["content"][:80] if messages[0]["role"] == "system" else "(none)"] += 1
+    logger.info("most frequent system turns: %s", systems.most_common(5))
+    train = choose(list(parts[False].values()), config.max_conversations)
+    held = choose(list(parts[True].values()), config.max_held_out)
+    counts["train"], counts["held_out"] = len(train), len(held)
+    counts["not_chosen"] = len(parts[False]) + len(parts[True]) - len(train) - len(held)
+    accounted = counts["train"] + counts["held_out"] + counts["not_chosen"] + counts["duplicate"]
+    accounted += sum(count for name, count in counts.items() if name.startswith("dropped_"))
+    assert accounted == counts["rows"], f"{accounted} rows accounted for of {counts['rows']}: {dict(counts)}"
+    if not train:
+        raise ValueError(f"source {config.source!r} left no training conversation: {dict(counts)}")
+    return train, held, dict(counts)
+
+
+def _conversation(cid: str, messages: list[dict[str, str]], row: Mapping[str, Any], source: str) -> Conversation:
+    named = [row.get("source") or source, row.get("category") or "", row.get("uuid") or row.get("id") or ""]
+    return Conversation(cid, messages, *(str(value).encode("utf-8", "replace").decode() for value in named))
+
+
+def _held_out(cid: str, fraction: float) -> bool:
+    """A fixed share of all content ids, independent of the order by which `choose` takes them."""
+    digest = hashlib.blake2b(cid.encode(), digest_size=8, person=b"held-out").digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def choose(conversations: list[Conversation], limit: int | None) -> list[Conversation]:
+    """At most `limit` conversations in the categories' ratio (largest remainder), lowest content id first."""
+    ordered = sorted(conversations, key=lambda conversation: conversation.cid)
+    if limit is None or len(ordered) <= limit:
+        return ordered
+    sizes = Counter(conversation.category for conversation in ordered)
+    shares = {category: divmod(size * limit, len(ordered)) for category, size in sizes.items()}
+    quota = {category: whole for category, (whole, _) in shares.items()}
+    by_remainder = sorted(shares, key=lambda category: (-shares[category][1], category))
+    for category in by_remainder[: limit - sum(quota.values())]:
+        quota[category] += 1
+    chosen = []
+    for conversation in ordered:
+        if quota[conversation.category]:
+            quota[conversation.category] -= 1
+            chosen.append(conversation)
+    return chosen
+
+
+def _source_rows(config: PromptConfig) -> Iterator[tuple[Mapping[str, Any], bool | None]]:
+    """Rows of the source, and whether the source itself holds them out (None: decided by content hash)."""
+    if config.source == "stdlib":
+        yield from _stdlib_rows()
+    elif config.source == "packages":
+        from lilicorr import packages
+
+        folder = Path(config.data_dir).expanduser() if config.data_dir else None
+        yield from ((row, None) for row in packages.iter_package_rows(folder))
+    elif config.source == "nemotron_v2":
+        yield from ((row, None) for row in _nemotron_rows(config.data_dir))
+    else:
+        for file in corpus_files(Path(config.source).expanduser()):
+            yield from (({"source": file.stem, **row}, None) for row in iter_rows(file))
+
+
+def _stdlib_rows() -> Iterator[tuple[Mapping[str, Any], bool]]:
+    for held_out in (False, True):
+        for function in stdlib.prompts(stdlib.stdlib_root(), held_out):
+            row = {
+                "messages": stdlib.prompt_messages(function),
+                "category": "code",
+                "uuid": f"{function.module}.{function.name}",
+            }
+            yield row, held_out
+
+
+def _nemotron_rows(data_dir: str | None) -> Iterator[Mapping[str, Any]]:
+    """Rows of the four splits of Nemotron Post-Training Dataset V2; the category is the split's name."""
+    if data_dir is None:
+        patterns = " ".join(f"--include 'data/{split}-*'" for split in NEMOTRON_SPLITS)
+        raise ValueError(
+            "prompts.source nemotron_v2 needs prompts.data_dir: nvidia/Nemotron-Post-Training-Dataset-v2 is gated "
+            "and must be fetched by you. Accept its terms on the hub, log in with a token (`hf auth login`, or "
+            "`huggingface-cli login` in older versions), run `hf download --repo-type dataset "
+            f"nvidia/Nemotron-Post-Training-Dataset-v2 {patterns} --local-dir DIR` (`huggingface-cli download` in "
+            "older versions), and pass `--set prompts.data_dir=DIR`."
+        )
+    files = corpus_files(Path(data_dir).expanduser())
+    missing = [split for split in NEMOTRON_SPLITS if not any(f.name.startswith(f"{split}-") for f in files)]
+    if missing:
+        raise ValueError(f"{data_dir} has no files {', '.join(f'{split}-*.parquet' for split in missing)}")
+    for file in files:
+        split = file.name.partition("-")[0]
+        if split in NEMOTRON_SPLITS:
+            yield from ({**row, "source": "nemotron_v2", "category": split} for row in iter_rows(file))
+
+
+def write_conversations(path: Path, conversations: Iterable[Conversation]) -> None:
+    """Write conversations to Parquet in the order of their content ids, atomically."""
+    ordered = sorted(conversations, key=lambda conversation: conversation.cid)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{ASIDE}{path.name}")
+    with pq.ParquetWriter(aside, SCHEMA, compression="zstd") as writer:
+        for start in range(0, len(ordered), ROW_GROUP):
+            rows = [vars(conversation) for conversation in ordered[start : start + ROW_GROUP]]
+            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+    flush(aside)
+    aside.replace(path)
+
+
+def read_conversations(path: Path, start: int = 0, stop: int | None = None) -> list[Conversation]:
+    """Read rows `start` to `stop` of a file of `write_conversations`; only their row groups are decoded."""
+    file = pq.ParquetFile(path)
+    if file.schema_arrow != SCHEMA:
+        raise ValueError(f"{path} is not a file of conversations: columns {file.schema_arrow.names}")
+    stop = file.metadata.num_rows if stop is None else stop
+    conversations, first = [], 0
+    for group in range(file.num_row_groups):
+        size = file.metadata.row_group(group).num_rows
+        if first < stop and first + size > start:
+            rows = file.read_row_group(group).slice(max(0, start - first), min(stop, first + size) - max(start, first))
+            conversations += [Conversation(**row) for row in rows.to_pylist()]
+        first += size
+    return conversations

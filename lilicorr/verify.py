@@ -1,0 +1,188 @@
+"""Verification: what the target makes of a proposal, for both contracts, greedy and zero slots alike.
+
+Place in the flow: the decoders call `verify` with the head's `Proposal` and the target's logits on
+`[anchor, drafts]`, and commit the accepted run and the token after it. The committed tokens have exactly
+the target's own law (after temperature, top-k and top-p), whatever the proposal:
+
+- A point mass (`probs is None`): the target's own token is drawn at every position and the leading matches
+  are accepted. Given that the draw differs from the draft it has the residual law, so this is exactly
+  rejection sampling; at temperature 0 the draw is the argmax, and with zero slots it is autoregression.
+- Drawn from q (`probs` given): accept x with probability min(1, p(x) / q(x)), correct from (p - q)+.
+
+Randomness is a function of (seed, absolute position, purpose) and of nothing else, so a request draws the
+same numbers alone, in a batch and after a restart. A point-mass proposal therefore leaves even the sampled
+output equal to the autoregressive one, token for token.
+
+Paper: sections 3.1 (verification) and 4 (temperature 1).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lilicorr.blocks import Proposal, Verdict
+
+# Purposes of a draw; each position has one independent uniform per purpose.
+TARGET_DRAW, ACCEPT_TEST, PROPOSAL_DRAW = 0, 1, 2
+
+MIN_RESIDUAL = 1e-8  # below this mass (p - q)+ is rounding noise
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of N rows are drawn from the target's logits.
+
+    `any_sampled` and `any_filtered` are what the host knows of the rows: False lets `verify` skip work
+    without reading a tensor, True is always right.
+    """
+
+    temperature: Tensor  # [N] float, 0 is greedy
+    top_k: Tensor  # [N] int64, 0 is off
+    top_p: Tensor  # [N] float, 1 is off
+    seeds: Tensor  # [N] int64
+    positions: Tensor  # [N] int64, absolute position of slot 1's token
+    any_sampled: bool = True  # some row has temperature > 0
+    any_filtered: bool = True  # some row has top_k > 0 or top_p < 1
+
+    @classmethod
+    def greedy(cls, num_rows: int, device: torch.device | str = "cpu") -> Sampling:
+        """Temperature 0 for every row."""
+        zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        ones = torch.ones(num_rows, device=device)
+        return cls(torch.zeros_like(ones), zeros, ones, zeros, zeros, any_sampled=False, any_filtered=False)
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> None:
+    """Raise ValueError for a value that a user may not set."""
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature must be finite and >= 0 (0 is greedy), got {temperature}")
+    if top_k < 0:
+        raise ValueError(f"top_k must be >= 0 (0 is off), got {top_k}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1] (1 is off), got {top_p}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must fit in 64 bits with sign, got {seed}")
+
+
+def uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    """The uniform of each (seed, position) for a purpose: int64 tensors of one shape -> fp64 in [0, 1).
+
+    Counter-based: three rounds of the SplitMix64 finaliser (Steele, Lea and Flood 2014), one for each
+    part of the key, in int64 arithmetic that wraps; the upper 53 bits are the uniform.
+    """
+    bits = _mix(seeds + _GOLDEN)
+    bits = _mix((bits ^ positions) + _GOLDEN)
+    bits = _mix((bits ^ purpose) + _GOLDEN)
+    return _shift_right(bits, 11).double() * 2.0**-53
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """SplitMix64's finaliser, a bijection of 64 bits."""
+    bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
+    return bits ^ _shift_right(bits, 31)
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """Logical shift; torch shifts the sign bit in."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def draw(probs: Tensor, u: Tensor) -> Tensor:
+    """Draw ids by inverse CDF in fp64: probs [..., V] (any positive mass), u [...] in [0, 1) -> int64 [...]."""
+    cdf = probs.double().cumsum(-1)
+    ids = torch.searchsorted(cdf, (u.double() * cdf[..., -1]).unsqueeze(-1), right=True).squeeze(-1)
+    return ids.clamp_max(probs.shape[-1] - 1)
+
+
+def target_probs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The law of the target's token: logits [N, Q, V] -> probabilities [N, Q, V] in the logits' type.
+
+    Temperature, then top-k, then top-p of what top-k left; ties keep the lowest ids. A row of
+    temperature 0 is the one-hot of its argmax.
+    """
+    temperature = sampling.temperature[:, None, None].to(logits.dtype)
+    # Shifting by the maximum first keeps a tiny temperature from overflowing to inf - inf.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)
+    if sampling.any_filtered:
+        scaled = scaled.masked_fill(~_kept(scaled, sampling), -math.inf)
+    one_hot = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(temperature > 0, scaled.softmax(-1), one_hot)
+
+
+def _kept(scaled: Tensor, sampling: Sampling) -> Tensor:
+    """Which tokens top-k and top-p leave: [N, Q, V] -> bool [N, Q, V]."""
+    top_k, top_p = sampling.top_k[:, None, None], sampling.top_p[:, None, None].double()
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scaled.shape[-1], device=scaled.device)
+    within_k = (rank < top_k) | (top_k == 0)
+    probs = ordered.double().masked_fill(~within_k, -math.inf).softmax(-1)
+    mass_before = probs.cumsum(-1) - probs
+    kept = within_k & ((mass_before < top_p) | (top_p >= 1) | (rank == 0))
+    return torch.zeros_like(kept).scatter_(-1, order, kept)
+
+
+def verify(proposal: Proposal, target_logits: Tensor, sampling: Sampling) -> Verdict:
+    """Accept a leading run of the proposal and draw the token after it.
+
+    `target_logits` [N, S+1, V] are the target's on `[anchor, drafts]`: row s predicts slot s+1, row S the
+    bonus. S may be 0. A proposal with `probs` must have been drawn from exactly these.
+    """
+    num_slots = proposal.token_ids.shape[1]
+    assert target_logits.shape[1] == num_slots + 1, (target_logits.shape, proposal.token_ids.shape)
+    positions = sampling.positions[:, None] + torch.arange(num_slots + 1, device=target_logits.device)
+    seeds = sampling.seeds[:, None].expand_as(positions)
+    if proposal.probs is None or not sampling.any_sampled:
+        return _verify_point_mass(proposal, target_logits, sampling, seeds, positions)
+    return _verify_drawn(proposal, target_logits, sampling, seeds, positions)
+
+
+def _verify_point_mass(
+    proposal: Proposal, target_logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor
+) -> Verdict:
+    """The target's own token at each position; leading matches are accepted."""
+    if sampling.any_sampled:
+        own = draw(target_probs(target_logits, sampling), uniform(seeds, positions, TARGET_DRAW))
+    else:
+        own = target_logits.argmax(-1)
+    num_accepted = _leading(own[:, :-1] == proposal.token_ids)
+    return Verdict(num_accepted, own.gather(1, num_accepted[:, None])[:, 0])
+
+
+def _verify_drawn(
+    proposal: Proposal, target_logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor
+) -> Verdict:
+    """Rejection sampling: min(1, p/q), then (p - q)+, or p itself after the last slot."""
+    token_ids, q, support_ids = proposal.token_ids, proposal.probs.double(), proposal.support_ids
+    num_slots = token_ids.shape[1]
+    p = target_probs(target_logits, sampling)
+    p_token = p[:, :num_slots].gather(2, token_ids[..., None])[..., 0].double()
+    if support_ids is None:
+        q_token = q.gather(2, token_ids[..., None])[..., 0]
+    else:
+        q_token = (q * (support_ids == token_ids[..., None])).sum(-1)
+    num_accepted = _leading(uniform(seeds, positions, ACCEPT_TEST)[:, :num_slots] * q_token < p_token)
+
+    at = num_accepted[:, None]
+    p_next = p.gather(1, at[..., None].expand(-1, -1, p.shape[2]))[:, 0].double()
+    slot = at.clamp_max(num_slots - 1)[..., None].expand(-1, -1, q.shape[2])
+    q_next = q.gather(1, slot)[:, 0] * (at < num_slots)
+    if support_ids is None:
+        residual = (p_next - q_next).clamp_min(0)
+    else:
+        residual = p_next.scatter_add(1, support_ids.gather(1, slot)[:, 0], -q_next).clamp_min(0)
+    law = torch.where(residual.sum(-1, keepdim=True) < MIN_RESIDUAL, p_next, residual)
+    return Verdict(num_accepted, draw(law, uniform(seeds, positions, TARGET_DRAW).gather(1, at)[:, 0]))
+
+
+def _leading(matches: Tensor) -> Tensor:
+    """Length of the leading run of true: bool [N, S] -> int64 [N]."""
+    return matches.long().cumprod(-1).sum(-1)

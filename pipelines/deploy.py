@@ -1,0 +1,321 @@
+"""Deploy a trained draft model as an OpenAI-compatible endpoint on Ray Serve.
+
+Last stage of the pipeline: train/<run>/final in, `endpoint.json` (url, model, a curl line) out. It talks to
+the REST API of a Ray cluster's dashboard and does not need to stay: the endpoint outlives this process. The
+cluster is RAY_ADDRESS, else a head on this machine that `pipelines/local.py` starts and `make demo-stop` ends.
+
+    python pipelines/deploy.py --profile demo
+
+Running it again changes nothing while weights, code and config are the same, and replaces the replicas where
+they are not. `serve.yaml` is what was deployed; edit it and `serve deploy` it to scale by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import yaml
+
+from lilicorr.config import DeployConfig, PipelineConfig, fingerprint
+from lilicorr.provenance import sha256_tree, write_atomic, write_json
+from pipelines import local
+
+logger = logging.getLogger(__name__)
+
+APP = "lilicorr"  # name of the application in Serve
+APPLICATIONS = "/api/serve/applications/"
+PACKAGES = ("lilicorr", "serve_app")  # what a replica imports
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+REQUEST_TIMEOUT_S = 60.0
+SHUTDOWN_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 1800.0  # weights of a large target take minutes
+POLL_S = 1.0
+REPORT_S = 15.0
+EXAMPLE_CHARS = 400
+
+
+class Dashboard:
+    """The REST API of a Ray cluster. Raises RuntimeError with what it answered if that is an error."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self.url = url.rstrip("/")
+        self._token = token
+
+    def details(self) -> dict[str, Any]:
+        """What Serve is doing; without `http_options` it is not running."""
+        return json.loads(self._ask("GET"))
+
+    def deploy(self, config: dict[str, Any]) -> None:
+        """Make `config` the whole of what Serve runs."""
+        self._ask("PUT", json.dumps(config).encode())
+
+    def shut_down_serve(self) -> None:
+        """End Serve, and wait until it has ended."""
+        self._ask("DELETE")
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
+        while self.details().get("http_options"):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Serve of {self.url} did not end within {SHUTDOWN_TIMEOUT_S:.0f} s")
+            time.sleep(POLL_S)
+
+    def _ask(self, method: str, data: bytes | None = None) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        request = urllib.request.Request(self.url + APPLICATIONS, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+                return response.read()
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")
+            if error.code in (401, 403):
+                text += "; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to the file that holds the cluster's token"
+            raise RuntimeError(f"the Ray dashboard {self.url} answered {error.code} to {method}: {text}") from error
+        except OSError as error:
+            raise RuntimeError(f"the Ray dashboard {self.url} does not answer: {error}") from error
+
+
+def run(config: PipelineConfig) -> dict[str, Any]:
+    """Deploy `config.deploy.run` and wait until the endpoint answers.
+
+    Raises ValueError for an untrained run, a port or a route somebody else has, and RuntimeError if the
+    application does not come up.
+    """
+    deploy, folder = config.deploy, config.directory.resolve() / "deploy"
+    checkpoint = config.directory.resolve() / "train" / deploy.run / "final"
+    if not (checkpoint / "config.json").is_file():
+        raise ValueError(f"deploy.run {deploy.run!r} is not trained: {checkpoint} has no config.json")
+    code = copy_code(folder / ".code")
+    application = build_application(config, checkpoint, code)
+    dashboard = find_dashboard(config)
+    make_room(dashboard, deploy)
+    serve_config = {
+        "proxy_location": "HeadOnly" if deploy.host in LOOPBACK else "EveryNode",
+        "http_options": {"host": deploy.host, "port": deploy.port},
+        "applications": [*other_applications(dashboard), application],
+    }
+    write_atomic(folder / "serve.yaml", yaml.safe_dump(serve_config, sort_keys=False).encode())
+    dashboard.deploy(serve_config)
+    url = f"http://{deploy.host if deploy.host != '0.0.0.0' else '127.0.0.1'}:{deploy.port}"
+    version = application["args"]["version"]
+    wait_until_running(dashboard, version)
+    wait_until_serving(url, version)
+    example = example_message(config.directory / "prepare" / "held_out.parquet")
+    endpoint = {
+        "url": url,
+        "model": deploy.model_name,
+        "example": example,
+        "curl": curl_line(url, deploy.model_name, example),
+        "checkpoint": str(checkpoint),
+        "version": version,
+        "dashboard": dashboard.url,
+    }
+    write_json(folder / "endpoint.json", endpoint)
+    logger.info("the endpoint is up; try\n%s", endpoint["curl"])
+    return {"url": url, "model": deploy.model_name, "version": version}
+
+
+def copy_code(folder: Path) -> Path:
+    """A copy of what the replicas import, under its hash in `folder`, which stays as it is while they run.
+
+    The working directory of a job would not do: it ends with the job.
+    """
+    root = Path(__file__).resolve().parents[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        aside = Path(temporary) / "code"
+        for package in PACKAGES:
+            shutil.copytree(root / package, aside / package, ignore=shutil.ignore_patterns("__pycache__"))
+        code = folder / sha256_tree(aside)[:16]
+        if not code.is_dir():
+            aside.rename(code)
+    return code
+
+
+def build_application(config: PipelineConfig, checkpoint: Path, code: Path) -> dict[str, Any]:
+    """The entry of a Serve config. Its `version` is the content of weights and code: a change of either redeploys."""
+    from lilicorr.target import resolve_target
+    from serve_app.app import AppArgs
+
+    target, deploy = config.target, config.deploy
+    args = AppArgs(
+        checkpoint=str(checkpoint),
+        target=target.source if target.source == "embedded" else str(resolve_target(target)),
+        target_revision=target.revision,
+        target_dtype=target.dtype,
+        mask_token_id=target.mask_token_id,
+        template_kwargs=target.template_kwargs,
+        model_name=deploy.model_name,
+        max_model_len=deploy.max_model_len,
+        num_replicas=deploy.num_replicas,
+        gpus=deploy.gpus_per_replica,
+        version=fingerprint(sha256_tree(checkpoint), code.name),
+    )
+    return {
+        "name": APP,
+        "route_prefix": "/",
+        "import_path": "serve_app.app:build_app",
+        "runtime_env": {"working_dir": f"local://{code}", "env_vars": {"PYTHONDONTWRITEBYTECODE": "1"}},
+        "args": args.model_dump(),
+    }
+
+
+def find_dashboard(config: PipelineConfig) -> Dashboard:
+    """The dashboard of RAY_ADDRESS (a cluster's or a dashboard's), else of a head on this machine."""
+    address = os.environ.get("RAY_ADDRESS")
+    if address is None:
+        folder = config.directory.resolve().parent / ".ray"
+        head = local.start(folder)
+        if local.owns_instance():
+            import ray
+
+            ray.shutdown()  # the stages before are done with it, and the endpoint's head needs its memory
+        return Dashboard(head["dashboard"], Path(local.environment(folder)["RAY_AUTH_TOKEN_PATH"]).read_text().strip())
+    if address.startswith(("http://", "https://")):
+        return Dashboard(address, cluster_token())
+    import ray
+
+    url = ray.init(address=address, ignore_reinit_error=True).dashboard_url
+    if not url:
+        raise ValueError(f"the Ray cluster at RAY_ADDRESS={address} has no dashboard, which deploying needs")
+    return Dashboard(f"http://{url}", cluster_token())
+
+
+def cluster_token() -> str | None:
+    """The token of the cluster, found where Ray's own commands look for it; None where authentication is off."""
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        return None
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return os.environ["RAY_AUTH_TOKEN"]
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
+
+def make_room(dashboard: Dashboard, deploy: DeployConfig) -> None:
+    """Make sure that Serve can listen where the endpoint is to be. Serve cannot move while it runs.
+
+    Raises ValueError if another program has the port, or Serve listens elsewhere for other applications.
+    """
+    details = dashboard.details()
+    options = details.get("http_options")
+    if options:
+        if (options["host"], options["port"]) == (deploy.host, deploy.port):
+            return
+        others = sorted(details["applications"].keys() - {APP})
+        if others:
+            raise ValueError(
+                f"Serve of {dashboard.url} listens on {options['host']}:{options['port']} for {', '.join(others)}; "
+                f"set deploy.host and deploy.port to that instead of {deploy.host}:{deploy.port}"
+            )
+        dashboard.shut_down_serve()
+    family = socket.AF_INET6 if ":" in deploy.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((deploy.host, deploy.port))
+        except OSError as error:
+            raise ValueError(
+                f"cannot listen on {deploy.host}:{deploy.port} ({error.strerror}); is another program there? "
+                "Choose a free port: --set deploy.port=PORT"
+            ) from error
+
+
+def other_applications(dashboard: Dashboard) -> list[dict[str, Any]]:
+    """The configs of Serve's other applications: a deployment without them would delete them."""
+    configs = []
+    for name, application in sorted(dashboard.details()["applications"].items()):
+        if name == APP:
+            continue
+        if application.get("route_prefix") == "/":
+            raise ValueError(f"the Serve application {name!r} of {dashboard.url} has the route / of the endpoint")
+        if application.get("deployed_app_config"):
+            configs.append(application["deployed_app_config"])
+    return configs
+
+
+def wait_until_running(dashboard: Dashboard, version: str) -> None:
+    """Poll Serve until the application runs in this version; raises RuntimeError if it fails or takes too long."""
+    started = reported = time.monotonic()
+    while True:
+        status, report, running = application_state(dashboard)
+        if running == version and status == "RUNNING":
+            return
+        now = time.monotonic()
+        if status == "DEPLOY_FAILED":
+            raise RuntimeError(f"the application did not start: {report}")
+        if now - started > START_TIMEOUT_S:
+            raise RuntimeError(f"the application is {status} after {START_TIMEOUT_S:.0f} s: {report}")
+        if now - reported > REPORT_S:
+            reported = now
+            logger.info("the application is %s %s", status, report)
+        time.sleep(POLL_S)
+
+
+def application_state(dashboard: Dashboard) -> tuple[str, str, str | None]:
+    """The application's status, Serve's words about it, and its version; a dashboard too busy to answer is UNKNOWN."""
+    try:
+        application = dashboard.details()["applications"].get(APP, {})
+    except RuntimeError as error:
+        return "UNKNOWN", str(error), None
+    deployments = application.get("deployments", {}).values()
+    messages = [application.get("message"), *(deployment.get("message") for deployment in deployments)]
+    arguments = (application.get("deployed_app_config") or {}).get("args", {})
+    return application.get("status", "MISSING"), "; ".join(filter(None, messages)), arguments.get("version")
+
+
+def wait_until_serving(url: str, version: str) -> None:
+    """Poll the endpoint itself until it is healthy and answers in this version."""
+    deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
+    problem = "no answer"
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=REQUEST_TIMEOUT_S):
+                pass
+            with urllib.request.urlopen(f"{url}/v1/models", timeout=REQUEST_TIMEOUT_S) as response:
+                found = json.load(response)["data"][0]["fingerprint"]
+            if found == version:
+                return
+            problem = f"it still serves version {found}"
+        except OSError as error:
+            problem = str(error)
+        time.sleep(POLL_S)
+    raise RuntimeError(f"Serve says that the application runs, but {url} is not right: {problem}")
+
+
+def example_message(held_out: Path) -> str:
+    """A user's message of moderate length from the held-out conversations, if the pipeline has any."""
+    if held_out.is_file():
+        import pyarrow.parquet as pq
+
+        for messages in pq.read_table(held_out, columns=["messages"]).column("messages").to_pylist():
+            if messages[0]["role"] == "user" and len(messages[0]["content"]) <= EXAMPLE_CHARS:
+                return messages[0]["content"]
+    return "Hello"
+
+
+def curl_line(url: str, model: str, message: str) -> str:
+    """A command that asks the endpoint something."""
+    body = {"model": model, "messages": [{"role": "user", "content": message}], "max_tokens": 64, "stream": True}
+    content = shlex.quote(json.dumps({**body, "temperature": 0}))
+    return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d {content}"
+
+
+if __name__ == "__main__":
+    from pipelines.stage import main
+
+    main(run, "deploy")

@@ -1,0 +1,115 @@
+"""Measure the trained draft models: acceptance length and speed on prompt sets, against autoregression.
+
+Place in the flow: reads `prepare/held_out.parquet` and `train/<run>/final`, writes `evaluate/results.json` after
+every set, and the plots. A killed run goes on with the first set that is not done.
+
+    python pipelines/evaluate.py --profile demo
+    python pipelines/evaluate.py --profile demo --set 'evaluate.sets=[held_out, math500=/data/math500.jsonl]'
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from lilicorr.benchmarks import benchmark_facts, load_benchmark
+from lilicorr.chat import render_prompt
+from lilicorr.checkpoint import load_draft_model
+from lilicorr.config import PipelineConfig
+from lilicorr.draft_model import DraftModel
+from lilicorr.evaluate import AUTOREGRESSIVE, Prompt, run_sets
+from lilicorr.plots import draw_plots
+from lilicorr.prompts import read_conversations
+from lilicorr.provenance import provenance, sha256_tree, write_json
+from lilicorr.target import Target, default_layer_ids, load_target
+
+logger = logging.getLogger(__name__)
+
+HELD_OUT = "held_out"
+
+
+def run(config: PipelineConfig) -> dict[str, Any]:
+    """Evaluate every system of the profile on every set; returns tau by system and set.
+
+    Raises ValueError for a set or system that does not exist, and as `lilicorr.evaluate.run_sets` does.
+    """
+    folder = config.directory / "evaluate"
+    path = folder / "results.json"
+    prompts, facts = load_sets(config)
+    described = json.loads((config.directory / "prepare" / "target.json").read_text(encoding="utf-8"))
+    target = load_evaluation_target(config, described["num_layers"])
+    draft_models, identity = load_systems(config, target)
+    render = functools.partial(render_prompt, target.tokenizer, template_kwargs=config.target.template_kwargs)
+    previous = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    def save(results: dict[str, Any]) -> None:
+        sets = {name: values | {"data": facts[name]} for name, values in results["sets"].items()}
+        write_json(path, {**results, "sets": sets, "provenance": provenance(config)})
+
+    identity["target"] = described["files_hash"] or f"{described['source']}@{described['revision']}"
+    identity["device"] = target.device.type
+    results = run_sets(target, draft_models, prompts, config.evaluate, render, identity, previous, save)
+    for plot in draw_plots(folder, config.directory / "train"):
+        logger.info("drew %s", plot)
+    return {"tau": {name: {s: v["tau"] for s, v in by_set.items()} for name, by_set in results["systems"].items()}}
+
+
+def load_sets(config: PipelineConfig) -> tuple[dict[str, list[Prompt]], dict[str, dict[str, Any]]]:
+    """The prompts of every set, and what they are. An entry is a set's name or `name=file`."""
+    prompts: dict[str, list[Prompt]] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    limit = config.evaluate.max_prompts
+    for entry in config.evaluate.sets:
+        name, _, file = entry.partition("=")
+        if name == HELD_OUT:
+            # Ordered by content hash: the first ones are a random choice.
+            held_out = read_conversations(config.directory / "prepare" / "held_out.parquet", stop=limit)
+            prompts[name] = [Prompt(conversation.cid, conversation.messages) for conversation in held_out]
+            facts[name] = {"name": name, "source": config.prompts.source, "prompts": len(held_out)}
+        else:
+            prompts[name] = [
+                Prompt(prompt.id, [{"role": "user", "content": text} for text in prompt.turns])
+                for prompt in load_benchmark(name, file or None, limit)
+            ]
+            facts[name] = benchmark_facts(name, file or None)
+    if not prompts:
+        raise ValueError("evaluate.sets is empty")
+    return prompts, facts
+
+
+def load_evaluation_target(config: PipelineConfig, num_layers: int) -> Target:
+    """The target on the accelerator, if there is one, capturing the layers that the runs were trained on."""
+    drafter = config.train.drafter
+    layer_ids = default_layer_ids(num_layers, drafter.num_captured_layers or drafter.num_layers)
+    return load_target(config.target, "cuda" if torch.cuda.is_available() else "cpu", layer_ids)
+
+
+def load_systems(config: PipelineConfig, target: Target) -> tuple[dict[str, DraftModel], dict[str, str]]:
+    """The draft model of every system but autoregression, and the hash of its checkpoint."""
+    draft_models, identity = {}, {}
+    for name, system in config.evaluate.systems.items():
+        if (system.run is None) != (name == AUTOREGRESSIVE):
+            raise ValueError(
+                f"evaluate.systems.{name}.run is {system.run!r}: only {AUTOREGRESSIVE!r}, which is always measured, "
+                f"has none; the trained runs are {', '.join(config.train.runs)}"
+            )
+        if system.run is not None:
+            folder = config.directory / "train" / system.run / "final"
+            draft_models[name] = load_draft_model(folder, target, system.head, system.head_config)
+            identity[name] = sha256_tree(folder)
+    return draft_models, identity
+
+
+if __name__ == "__main__":
+    from pipelines.stage import main
+
+    main(run, "evaluate")

@@ -1,0 +1,119 @@
+"""The whole path: prompts -> regenerated corpus -> co-trained draft models -> acceptance table -> endpoint.
+
+Place in the flow: the driver behind `make demo`. Stages that are done are skipped and say why, an
+interrupted one goes on where it was, and the same command line works on a laptop and on a cluster:
+
+    python pipelines/full.py --profile demo
+    ray job submit --working-dir . -- python pipelines/full.py --profile demo --run-dir /shared/runs
+    python pipelines/full.py --profile demo --dry-run                  # what would run, and why
+    python pipelines/full.py --profile demo --from train --until evaluate --force train
+
+Paper: sections 3 and 4, end to end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lilicorr.config import LiLiCorrConfig, PipelineConfig, SystemConfig, from_dict
+from pipelines.stage import Stage, argument_parser, execute, lazily, select
+
+HEALTH_TIMEOUT_S = 5.0
+REGENERATE_PACE = ("num_actors", "gpus_per_actor", "cpus_per_actor", "max_attempts")
+TRAIN_PACE = ("num_workers", "gpus_per_worker", "max_failures", "checkpoint_steps", "keep_checkpoints", "log_steps")
+
+
+def endpoint_problem(config: PipelineConfig) -> str | None:
+    """Why the deployed endpoint has to be deployed again, None while it answers with the weights deployed here."""
+    endpoint = json.loads((config.directory / "deploy" / "endpoint.json").read_text(encoding="utf-8"))
+    url = f"{endpoint['url']}/v1/models"
+    try:
+        with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_S) as response:
+            served = json.load(response)["data"][0]["fingerprint"]
+    except (OSError, ValueError, LookupError) as error:
+        return f"the endpoint does not answer at {url}: {error!r}"
+    return None if served == endpoint["version"] else f"something else is served at {endpoint['url']} now"
+
+
+STAGES = (
+    Stage("prepare", lazily("prepare"), fields=("target", "prompts", "evaluate.sets")),
+    Stage(
+        "regenerate",
+        lazily("regenerate"),
+        fields=("target", "regenerate"),
+        inputs=("prepare",),
+        ignored=tuple(f"regenerate.{key}" for key in REGENERATE_PACE),
+    ),
+    Stage(
+        "train",
+        lazily("train"),
+        fields=("target", "train"),
+        inputs=("prepare", "regenerate"),
+        ignored=tuple(f"train.{key}" for key in TRAIN_PACE),
+    ),
+    Stage("evaluate", lazily("evaluate"), fields=("target", "evaluate"), inputs=("prepare", "train")),
+    # It needs a cluster that outlives this process, and finds or starts one itself.
+    Stage("deploy", lazily("deploy"), fields=("target", "deploy"), inputs=("train",), problem=endpoint_problem),
+)
+
+
+ABLATION = "lilicorr_no_distractor"
+
+
+def with_ablations(config: PipelineConfig) -> PipelineConfig:
+    """Add the run of Table 11 (Appendix C): LiLiCorr without the distractor penalty of Eq. (4).
+
+    The weight of the head's objective in Eq. (7) is gamma * (1 + lambda) with the penalty; without it, gamma is
+    raised to that. Raises ValueError if the profile has no run `lilicorr`.
+    """
+    if "lilicorr" not in config.train.runs:
+        raise ValueError(f"ablations need a run named lilicorr; the runs are {', '.join(config.train.runs)}")
+    run = config.train.runs["lilicorr"]
+    full = from_dict(LiLiCorrConfig, run.head_config)
+    weights = {"head_weight": full.head_weight * (1 + full.distractor_weight), "distractor_weight": 0.0}
+    without = replace(run, head_config={**run.head_config, **weights})
+    train = replace(config.train, runs={**config.train.runs, ABLATION: without})
+    systems = {**config.evaluate.systems, ABLATION: SystemConfig(run=ABLATION)}
+    return replace(config, train=train, evaluate=replace(config.evaluate, systems=systems))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Drive the stages the options select, then print the acceptance table and how to call the endpoint."""
+    parser = argument_parser("Run the whole pipeline, or a part of it.")
+    parser.add_argument("--from", dest="first", metavar="STAGE", help="take earlier stages as they are")
+    parser.add_argument("--until", dest="last", metavar="STAGE", help="stop after this stage")
+    parser.add_argument("--force", action="append", default=[], metavar="STAGE", help="start this stage over")
+    parser.add_argument("--ablations", action="store_true", help="train and evaluate the run of Table 11 besides")
+    arguments = parser.parse_args(argv)
+    try:
+        stages = select(STAGES, arguments.first, arguments.last)
+        forced = [select(stages, name, name)[0].name for name in arguments.force]
+    except ValueError as error:
+        parser.error(str(error))
+    config = execute(stages, arguments, forced, with_ablations if arguments.ablations else None)
+    if config is not None:
+        print_results(config)
+
+
+def print_results(config: PipelineConfig) -> None:
+    """Print the acceptance table and the curl line of whatever has been made so far."""
+    results = config.directory / "evaluate" / "results.json"
+    if results.is_file():
+        from lilicorr.evaluate import print_table
+
+        print_table(json.loads(results.read_text(encoding="utf-8")))
+    endpoint = config.directory / "deploy" / "endpoint.json"
+    if endpoint.is_file() and endpoint_problem(config) is None:
+        print(json.loads(endpoint.read_text(encoding="utf-8"))["curl"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""A Ray head on this machine for `make demo`, and the connection every stage makes to a Ray cluster.
+
+Place in the flow: `make demo` = `python pipelines/local.py demo --profile P`: start a head bound to the
+loopback interface, or use ours that runs already, submit `pipelines/full.py` as a job, follow it. `make
+demo-stop` ends the processes that were started here and no others (`ray stop` would end everybody's).
+
+    python pipelines/local.py start | demo [options of full.py] | status | env | stop
+    eval "$(python pipelines/local.py env)"        # lets the `ray` and `serve` commands talk to this head
+
+Everything about the head is in `<run dir>/.ray`: `head.json`, `head.log` and the token (mode 0600) that
+jobs, the dashboard and the Serve API ask for. The endpoint itself needs no token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import atexit
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lilicorr.provenance import COMMIT_VARIABLE, source_version, write_json
+from pipelines.lock import process_start
+
+ROOT = Path(__file__).resolve().parents[1]
+FREE_PORTS = range(20_000, 32_000)  # outside Ray's worker ports (10002-19999) and the kernel's ephemeral ones
+MIN_CPUS = 4  # logical: Serve, a trainer, its worker and an actor have to fit on a machine of two cores
+OBJECT_STORE_BYTES = 500_000_000
+SERVE_PORT = 8000  # of Ray Serve and of the profiles
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 20.0
+EXCLUDED = (".venv", "runs", ".git", "build", "__pycache__", "*.egg-info")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The variables under which Ray processes and commands of this head run; makes the token if there is none.
+
+    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 is what makes Ray listen on the loopback interface only.
+    """
+    token = folder / "token"
+    if not token.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def set_environment(run_directory: Path) -> None:
+    """Set the variables of `environment` in this process unless it belongs to a cluster (RAY_ADDRESS).
+
+    Ray reads some of them when it is imported, so this has to come first. What is set already stays.
+    """
+    if "RAY_ADDRESS" not in os.environ:
+        for name, value in environment(run_directory.parent / ".ray").items():
+            os.environ.setdefault(name, value)
+
+
+def connect(run_directory: Path) -> None:
+    """Connect this process to Ray, once: to RAY_ADDRESS, else to our running head, else to an own instance.
+
+    The own instance lives as long as this process. `run_directory` is `<run dir>/<profile>`.
+    """
+    set_environment(run_directory)
+    folder = run_directory.parent / ".ray"
+    head = None if "RAY_ADDRESS" in os.environ else read_head(folder)
+    if head is not None:
+        os.environ.update(environment(folder))  # this head wants its token, whatever the user's mode is
+    from ray._raylet import Config
+
+    import ray
+
+    if ray.is_initialized():
+        return
+    Config.initialize("")  # reads the authentication mode again, should Ray have been imported before
+    if "RAY_ADDRESS" in os.environ:
+        ray.init()
+    elif head is not None:
+        ray.init(address=head["address"])
+    else:
+        temporary = tempfile.mkdtemp(prefix="lilicorr-")  # short: the path of a socket has at most 107 bytes
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        ray.init(
+            address="local",
+            num_cpus=num_cpus(),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=temporary,
+        )
+
+
+def owns_instance() -> bool:
+    """Whether this process is connected to an own Ray instance, which ends with it."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray._private.worker.global_worker.node is not None
+
+
+def num_cpus() -> int:
+    """Logical cores for Ray."""
+    return max(MIN_CPUS, len(os.sched_getaffinity(0)))
+
+
+def free_port(taken: set[int]) -> int:
+    """A port nobody listens on, added to `taken`."""
+    for port in FREE_PORTS:
+        if port not in taken and is_free(port):
+            taken.add(port)
+            return port
+    raise RuntimeError(f"no free port in {FREE_PORTS.start}-{FREE_PORTS.stop - 1}")
+
+
+def is_free(port: int) -> bool:
+    """Whether `port` of the loopback interface can be bound."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def read_head(folder: Path) -> dict[str, Any] | None:
+    """The record of our head if it is running and answers, else None."""
+    path = folder / "head.json"
+    if not path.is_file():
+        return None
+    head = json.loads(path.read_text(encoding="utf-8"))
+    return head if is_alive(head["process"]) and answers(head["dashboard"], folder) else None
+
+
+def answers(dashboard: str, folder: Path) -> bool:
+    """Whether the dashboard, and with it the job API, answers with our token."""
+    token = (folder / "token").read_text(encoding="utf-8")
+    request = urllib.request.Request(f"{dashboard}/api/version", headers={"Authorization": f"Bearer {token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def start(folder: Path) -> dict[str, Any]:
+    """Start a head, or find ours running; returns its record. Raises RuntimeError if it does not come up."""
+    head = read_head(folder)
+    if head is not None:
+        print(f"using the Ray head that is running: dashboard {head['dashboard']}")
+        return head
+    stop(folder)  # what a crash may have left of an earlier head
+    taken: set[int] = set()
+    port, dashboard_port, agent_port, client_port = (free_port(taken) for _ in range(4))
+    temporary = tempfile.mkdtemp(prefix="lilicorr-")
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
+    command += [f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}"]
+    command += [f"--dashboard-agent-listen-port={agent_port}", f"--ray-client-server-port={client_port}"]
+    command += ["--min-worker-port=0", "--max-worker-port=0", f"--num-cpus={num_cpus()}"]
+    command += [f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={temporary}", "--disable-usage-stats"]
+    variables = {**os.environ, **environment(folder)}
+    variables.pop("RAY_ADDRESS", None)
+    with open(folder / "head.log", "wb") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    head = {
+        "address": f"127.0.0.1:{port}",
+        "dashboard": f"http://127.0.0.1:{dashboard_port}",
+        "serve_port": SERVE_PORT if is_free(SERVE_PORT) else free_port(taken),
+        "temporary": temporary,
+        "process": identity(process.pid),
+    }
+    write_json(folder / "head.json", head)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not answers(head["dashboard"], folder):
+        if process.poll() is not None or time.monotonic() > deadline:
+            text = (folder / "head.log").read_text(encoding="utf-8", errors="replace")
+            stop(folder)
+            raise RuntimeError(f"the Ray head did not come up:\n{text[-4000:]}")
+        time.sleep(0.5)
+    print(f"started a Ray head: dashboard {head['dashboard']}, token in {folder / 'token'}")
+    return head
+
+
+def identity(pid: int) -> dict[str, int | None]:
+    """A process id and its start, which together are never used again."""
+    return {"pid": pid, "started": process_start(pid)}
+
+
+def process_table() -> dict[int, tuple[int, int]]:
+    """Parent and session of every process of this machine, by id."""
+    table = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        table[int(entry.parent.name)] = (int(fields[1]), int(fields[3]))
+    return table
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes below `pid` and, where it led a session, what is left of that session."""
+    table = process_table()
+    found: set[int] = set()
+    fresh = {pid} | {child for child, (_, session) in table.items() if session == pid}
+    while fresh:
+        found |= fresh
+        fresh = {child for child, (parent, _) in table.items() if parent in found} - found
+    return found - {pid}
+
+
+def stop(folder: Path) -> int:
+    """End the recorded head and the processes it started, nothing else; returns how many were alive."""
+    path = folder / "head.json"
+    if not path.is_file():
+        return 0
+    head = json.loads(path.read_text(encoding="utf-8"))
+    process = head["process"]
+    if process_start(process["pid"]) not in (process["started"], None):
+        processes = []  # the machine was restarted, and the id is somebody else's
+    else:
+        processes = [process, *(identity(pid) for pid in sorted(descendants(process["pid"])))]
+    processes = [process for process in processes if is_alive(process)]
+    if is_alive(process):
+        os.kill(process["pid"], signal.SIGTERM)  # `ray start --block` ends its own children
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while any(is_alive(p) for p in processes) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for process in filter(is_alive, processes):
+        os.kill(process["pid"], signal.SIGKILL)
+    shutil.rmtree(head["temporary"], ignore_errors=True)
+    path.unlink()
+    return len(processes)
+
+
+def is_alive(process: dict[str, int | None]) -> bool:
+    """Whether that very process still runs."""
+    return process["started"] is not None and process_start(process["pid"]) == process["started"]
+
+
+def demo(folder: Path, arguments: list[str]) -> int:
+    """Submit `pipelines/full.py` with `arguments` to our head, follow it; returns 0 if the job succeeded."""
+    head = start(folder)
+    os.environ.update(environment(folder))
+    os.environ.pop("RAY_ADDRESS", None)
+    job = f"lilicorr-{uuid.uuid4().hex[:8]}"
+    commit, dirty = source_version(ROOT)
+    variables = {"COLUMNS": "120", "PYTHONUNBUFFERED": "1", "LILICORR_JOB": job}
+    if commit:
+        variables[COMMIT_VARIABLE] = f"{commit}+dirty" if dirty else commit
+    runtime = {"excludes": list(EXCLUDED), "env_vars": variables}
+    if head["serve_port"] != SERVE_PORT:
+        print(f"port {SERVE_PORT} is in use: the endpoint will listen on {head['serve_port']}")
+        arguments = ["--set", f"deploy.port={head['serve_port']}", *arguments]
+    entrypoint = [sys.executable, "pipelines/full.py", *arguments]
+    ray = str(Path(sys.executable).with_name("ray"))
+    command = [ray, "job", "submit", "--address", head["dashboard"], "--working-dir", ".", "--no-wait"]
+    command += ["--submission-id", job, "--runtime-env-json", json.dumps(runtime), "--", *entrypoint]
+    print(f"$ {shlex.join(command)}", flush=True)
+    done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        print(done.stdout)
+        return done.returncode
+    try:
+        status = asyncio.run(follow(head["dashboard"], job))
+    except KeyboardInterrupt:
+        print(f"\nthe job {job} goes on; `make demo` again shows its state, `make demo-stop` ends it")
+        return 130
+    print(f"job {job}: {status}; dashboard {head['dashboard']}; `make demo-stop` ends the head and its endpoint")
+    return 0 if status == "SUCCEEDED" else 1
+
+
+async def follow(dashboard: str, job: str) -> str:
+    """Print the job's log until the job has ended; returns its status."""
+    from ray.job_submission import JobSubmissionClient
+
+    client = JobSubmissionClient(dashboard)
+    printed = 0
+    while True:
+        seen = 0
+        async for text in client.tail_job_logs(job):
+            fresh = text[max(0, printed - seen) :]  # a broken connection starts again at the top
+            seen += len(text)
+            printed = max(printed, seen)
+            print(fresh, end="", flush=True)
+        status = client.get_job_status(job)
+        if status.is_terminal():
+            return status.value
+        await asyncio.sleep(1)
+
+
+def main() -> None:
+    """The command line; see the module's first lines."""
+    parser = argparse.ArgumentParser(description="A Ray head on this machine.")
+    parser.add_argument("action", choices=("start", "demo", "status", "env", "stop"))
+    parser.add_argument("--run-dir", default=str(ROOT / "runs"))
+    options, rest = parser.parse_known_args()
+    if rest and options.action != "demo":
+        parser.error(f"{options.action} takes no {' '.join(rest)}")
+    run_dir = Path(options.run_dir).resolve()
+    folder = run_dir / ".ray"
+    if options.action == "start":
+        start(folder)
+    elif options.action == "demo":
+        sys.exit(demo(folder, [*rest, "--run-dir", str(run_dir)]))
+    elif options.action == "status":
+        head = read_head(folder)
+        print(f"running: dashboard {head['dashboard']}" if head else "not running")
+    elif options.action == "env":
+        head = read_head(folder)
+        if head is None:
+            sys.exit("not running")
+        variables = {**environment(folder), "RAY_ADDRESS": head["address"]}
+        variables |= {"RAY_API_SERVER_ADDRESS": head["dashboard"], "RAY_DASHBOARD_ADDRESS": head["dashboard"]}
+        for name, value in variables.items():
+            print(f"export {name}={shlex.quote(value)}")
+    else:
+        print(f"ended {stop(folder)} processes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""Shards of a regeneration run: the plan, the commit protocol, the accounting. No Ray, no torch.
+
+Place in the flow: `pipelines/regenerate.py` schedules shards over actors; everything that makes a run
+restartable is here and works from files alone.
+
+    plan.json                   which rows of prompts.parquet form which shard; written once
+    _run.json                   fingerprint of everything that decides the tokens; a run with another one refuses
+    shards/<id>.parquet         one row per regenerated turn, ordered by (cid, turn)
+    dead_letter/<id>.parquet    one row per conversation that could not be answered, where there is any
+    manifest/<id>.json          counts and sha256 of both, written last
+
+A shard is done if and only if its manifest agrees with its files. All files are written aside and renamed,
+so a crash at any point leaves a shard done or not done, and what is not done is made again as a whole.
+If two workers commit the same shard, whichever manifest comes first counts; any interleaving ends in files
+that agree with their manifest or in a shard that is not done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lilicorr.config import fingerprint
+from lilicorr.prompts import Conversation, read_conversations
+from lilicorr.provenance import sha256_file, write_atomic, write_json
+
+if TYPE_CHECKING:  # its module needs torch, this one does not
+    from lilicorr.generator import ConversationResult
+
+FORMAT = 1
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+NAMES = pa.dictionary(pa.int32(), pa.string())
+TURNS = pa.schema(
+    [
+        ("cid", pa.string()),
+        ("turn", pa.int16()),
+        ("n_turns", pa.int16()),
+        ("source_split", NAMES),
+        ("source_uuid", pa.string()),
+        ("messages", MESSAGES),  # the regenerated history up to and with this answer
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("completion_ids", pa.list_(pa.int32())),  # as the engine made them, stop token included
+        ("finish_reason", NAMES),  # stop | length
+        ("completion_len", pa.int32()),
+        ("attempt", pa.int8()),
+        ("engine", pa.string()),
+        ("fingerprint", pa.string()),
+        ("created_ns", pa.int64()),
+    ]
+)
+DEAD_LETTERS = pa.schema(
+    [
+        ("cid", pa.string()),
+        ("turn", pa.int16()),  # the one that failed
+        ("error", NAMES),
+        ("message", pa.string()),
+        ("source_split", NAMES),
+        ("source_uuid", pa.string()),
+        ("attempt", pa.int8()),
+        ("fingerprint", pa.string()),
+        ("created_ns", pa.int64()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows `start` to `stop` of the prompt file: the unit of commit and of retry."""
+
+    id: str  # content id of its first conversation
+    start: int
+    stop: int
+    num_conversations: int  # rows without the repeated ones
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All shards of a prompt file, in the order of content ids."""
+
+    prompts: str  # hash of the content ids
+    shard_size: int
+    num_rows: int
+    num_duplicates: int  # rows that repeat the content id before them
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a regeneration run lives and what its rows are marked with."""
+
+    folder: Path
+    fingerprint: str
+    engine: str  # name and version
+
+
+def make_plan(cids: Sequence[str], shard_size: int) -> Plan:
+    """Cut ascending content ids into shards of `shard_size` different ones.
+
+    Raises ValueError for an empty or unordered list or a size below 1.
+    """
+    if shard_size < 1:
+        raise ValueError(f"regenerate.shard_size must be at least 1, got {shard_size}")
+    if not cids:
+        raise ValueError("there are no prompts to regenerate")
+    starts: list[int] = []  # the row at which each shard begins
+    unique: list[int] = []  # different ids of each shard
+    for row, cid in enumerate(cids):
+        repeated = row > 0 and cid == cids[row - 1]
+        if row > 0 and cid < cids[row - 1]:
+            raise ValueError(f"prompts are not ordered by content id: row {row} has {cid} after {cids[row - 1]}")
+        if not repeated and (not starts or unique[-1] == shard_size):
+            starts.append(row)
+            unique.append(0)
+        unique[-1] += not repeated
+    ends = [*starts[1:], len(cids)]
+    shards = tuple(Shard(cids[start], start, end, number) for start, end, number in zip(starts, ends, unique))
+    digest = hashlib.blake2b("\n".join(cids).encode(), digest_size=16).hexdigest()
+    return Plan(digest, shard_size, len(cids), len(cids) - sum(unique), shards)
+
+
+def open_plan(folder: Path, prompts: Path, shard_size: int) -> Plan:
+    """The plan of `folder`, made and written if there is none.
+
+    Raises ValueError where the prompts or the shard size are not those it was made for.
+    """
+    plan = make_plan(pq.read_table(prompts, columns=["cid"])["cid"].to_pylist(), shard_size)
+    path = folder / "plan.json"
+    if not path.is_file():
+        shards = [[shard.id, shard.start, shard.stop, shard.num_conversations] for shard in plan.shards]
+        write_json(path, {"format": FORMAT, **vars(plan), "shards": shards})
+        return plan
+    stored = read_plan(folder)
+    for name, what in (("prompts", "the prompt set"), ("shard_size", "regenerate.shard_size")):
+        before, now = getattr(stored, name), getattr(plan, name)
+        if before != now:
+            raise ValueError(
+                f"{what} changed since {path} was written ({before}, {stored.num_rows} prompts -> {now}, "
+                f"{plan.num_rows} prompts); restore it, or start over with --force"
+            )
+    return stored
+
+
+def read_plan(folder: Path) -> Plan:
+    """The stored plan; raises ValueError if there is none or it is of another format."""
+    path = folder / "plan.json"
+    if not path.is_file():
+        raise ValueError(f"no regeneration run in {folder}: plan.json is missing")
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if values.pop("format") != FORMAT:
+        raise ValueError(f"{path} is of another format than {FORMAT}; start over with --force")
+    return Plan(**{**values, "shards": tuple(Shard(*shard) for shard in values["shards"])})
+
+
+def open_run(folder: Path, engine: str, parts: dict[str, Any]) -> Run:
+    """Start or continue the run of `folder`; `parts` is everything that decides the tokens, by name.
+
+    Raises ValueError that names the parts in which they differ from those the run was started with. What
+    killed writers left aside is removed.
+    """
+    path = folder / "_run.json"
+    parts = json.loads(json.dumps({**parts, "engine": engine}))
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))["parts"]
+        names = sorted(name for name in before.keys() | parts.keys() if before.get(name) != parts.get(name))
+        if names:
+            changes = "; ".join(f"{name}: {before.get(name)!r} -> {parts.get(name)!r}" for name in names)
+            raise ValueError(f"{folder} holds a run with other settings ({changes}); restore them, or use --force")
+    else:
+        write_json(path, {"format": FORMAT, "fingerprint": fingerprint(parts), "parts": parts})
+    for name in (".", "shards", "dead_letter", "manifest"):
+        (folder / name).mkdir(exist_ok=True)
+        for leftover in (folder / name).glob(".tmp-*"):
+            leftover.unlink(missing_ok=True)
+    return Run(folder, fingerprint(parts), engine)
+
+
+def read_shard(prompts: Path, shard: Shard) -> list[Conversation]:
+    """The different conversations of a shard."""
+    conversations = {c.cid: c for c in reversed(read_conversations(prompts, shard.start, shard.stop))}
+    assert len(conversations) == shard.num_conversations, f"{prompts} is not the file of the plan, see shard {shard.id}"
+    return sorted(conversations.values(), key=lambda conversation: conversation.cid)
+
+
+def commit(run: Run, shard: Shard, results: Iterable[ConversationResult], attempt: int, seconds: float) -> None:
+    """Make a shard's results durable: data, dead letters, manifest; nothing if it is done already."""
+    ordered = sorted(results, key=lambda result: result.conversation.cid)
+    cids = [result.conversation.cid for result in ordered]
+    assert len(set(cids)) == len(cids) == shard.num_conversations, f"shard {shard.id}: {len(cids)} results"
+    if is_done(run, shard):
+        return
+    marks = {"attempt": attempt, "fingerprint": run.fingerprint, "created_ns": time.time_ns()}
+    turns = [{**row, **marks, "engine": run.engine} for result in ordered for row in _turn_rows(result)]
+    dead = [{**_dead_row(result), **marks} for result in ordered if result.dead]
+    manifest = {
+        "format": FORMAT,
+        "shard": shard.id,
+        "fingerprint": run.fingerprint,
+        "attempt": attempt,
+        "seconds": round(seconds, 3),
+        **count(ordered),
+        **_write_table(data_path(run.folder, shard), turns, TURNS),
+        "dead_letter": None,
+    }
+    letters = dead_letter_path(run.folder, shard)
+    if dead:
+        manifest["dead_letter"] = _write_table(letters, dead, DEAD_LETTERS)
+    else:
+        letters.unlink(missing_ok=True)
+    write_json(_manifest_path(run.folder, shard), manifest)
+
+
+def data_path(folder: Path, shard: Shard) -> Path:
+    """The file of a shard's regenerated turns."""
+    return folder / "shards" / f"{shard.id}.parquet"
+
+
+def dead_letter_path(folder: Path, shard: Shard) -> Path:
+    """The file of a shard's conversations without an answer; absent where there are none."""
+    return folder / "dead_letter" / f"{shard.id}.parquet"
+
+
+def _turn_rows(result: ConversationResult) -> list[dict[str, Any]]:
+    """Rows of the turn table, but for the marks of the run."""
+    conversation = result.conversation
+    return [
+        {
+            "cid": conversation.cid,
+            "n_turns": result.num_turns,
+            "source_split": conversation.category or conversation.source,
+            "source_uuid": conversation.uuid,
+            "completion_len": len(turn.completion_ids),
+            **vars(turn),
+        }
+        for turn in result.turns
+    ]
+
+
+def _dead_row(result: ConversationResult) -> dict[str, Any]:
+    conversation = result.conversation
+    source = {"source_split": conversation.category or conversation.source, "source_uuid": conversation.uuid}
+    return {"cid": conversation.cid, **vars(result.dead), **source}
+
+
+def _write_table(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> dict[str, Any]:
+    """Write rows as Parquet, atomically; returns what the manifest says of the file."""
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), buffer, compression="zstd")
+    data = buffer.getvalue()
+    write_atomic(path, data)
+    return {"rows": len(rows), "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def count(results: Sequence[ConversationResult]) -> dict[str, Any]:
+    """The numbers of a shard's manifest."""
+    turns = [(result.conversation, turn) for result in results for turn in result.turns]
+    sources: dict[str, Counter[str]] = {}
+    for conversation, turn in turns:
+        source = sources.setdefault(conversation.category or conversation.source, Counter())
+        source.update(turns=1, tokens=len(turn.completion_ids), length=turn.finish_reason == "length")
+    return {
+        "ok": sum(result.dead is None for result in results),
+        "dead": dict(Counter(result.dead.error for result in results if result.dead)),
+        "cut": dict(Counter(result.cut for result in results if result.cut)),
+        "turns": len(turns),
+        "skipped_turns": sum(r.num_turns - len(r.turns) for r in results if r.dead is None),
+        "prompt_tokens": sum(len(turn.prompt_ids) for _, turn in turns),
+        "completion_tokens": sum(len(turn.completion_ids) for _, turn in turns),
+        "sources": {name: dict(source) for name, source in sorted(sources.items())},
+        "answer_lengths": sorted(len(turn.completion_ids) for _, turn in turns),
+    }
+
+
+def is_done(run: Run, shard: Shard) -> bool:
+    """Whether the shard's manifest is of this run and agrees with its files, byte by byte."""
+    manifest = read_manifest(run.folder, shard)
+    if manifest is None or manifest["fingerprint"] != run.fingerprint:
+        return False
+    if manifest["ok"] + sum(manifest["dead"].values()) != shard.num_conversations:
+        return False
+    letters = manifest["dead_letter"]
+    return _agrees(data_path(run.folder, shard), manifest) and (
+        letters is None or _agrees(dead_letter_path(run.folder, shard), letters)
+    )
+
+
+def _agrees(path: Path, record: dict[str, Any]) -> bool:
+    return path.is_file() and path.stat().st_size == record["size"] and sha256_file(path) == record["sha256"]
+
+
+def read_manifest(folder: Path, shard: Shard) -> dict[str, Any] | None:
+    """The shard's manifest, None if there is none or it is not whole."""
+    try:
+        manifest = json.loads(_manifest_path(folder, shard).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+
+
+def _manifest_path(folder: Path, shard: Shard) -> Path:
+    return folder / "manifest" / f"{shard.id}.json"
+
+
+def missing(run: Run, plan: Plan) -> list[Shard]:
+    """The shards still to be made, damaged ones included."""
+    return [shard for shard in plan.shards if not is_done(run, shard)]
+
+
+def summary(folder: Path, plan: Plan) -> dict[str, Any]:
+    """Accounting and length statistics from the manifests alone.
+
+    When every shard has one, `ok + dead + duplicate == planned` is asserted.
+    """
+    manifests = [m for shard in plan.shards if (m := read_manifest(folder, shard)) is not None]
+    dead, cut = (sum((Counter(m[name]) for m in manifests), Counter()) for name in ("dead", "cut"))
+    sources: dict[str, Counter[str]] = {}
+    for manifest in manifests:
+        for name, source in manifest["sources"].items():
+            sources.setdefault(name, Counter()).update(source)
+    lengths = sorted(length for manifest in manifests for length in manifest["answer_lengths"])
+    totals = {name: sum(m[name] for m in manifests) for name in ("ok", "turns", "skipped_turns", "completion_tokens")}
+    complete = len(manifests) == len(plan.shards)
+    accounted = totals["ok"] + dead.total() + plan.num_duplicates
+    assert not complete or accounted == plan.num_rows, f"{accounted} of {plan.num_rows} conversations accounted for"
+    return {
+        "planned": plan.num_rows,
+        "duplicate": plan.num_duplicates,
+        "dead": dead.total(),
+        **totals,
+        "dead_by_error": dict(sorted(dead.items())),
+        "cut": dict(sorted(cut.items())),
+        "sources": {
+            name: {**source, "length_rate": round(source["length"] / source["turns"], 4)}
+            for name, source in sorted(sources.items())
+        },
+        "answer_tokens_p50": percentile(lengths, 0.50),
+        "answer_tokens_p99": percentile(lengths, 0.99),
+        "shards": len(plan.shards),
+        "shards_done": len(manifests),
+    }
+
+
+def percentile(ordered: Sequence[int], share: float) -> int | None:
+    """The smallest value that `share` of the ascending values do not exceed, None of no values."""
+    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
+
+
+def describe(numbers: dict[str, Any]) -> list[str]:
+    """A summary in lines of text."""
+    errors = "".join(f", {name} {number}" for name, number in numbers["dead_by_error"].items())
+    cuts = ", ".join(f"{name} {number}" for name, number in numbers["cut"].items())
+    open_shards = "" if numbers["shards_done"] == numbers["shards"] else " (more shards are open)"
+    lines = [
+        f"shards {numbers['shards_done']}/{numbers['shards']}",
+        f"conversations: {numbers['ok']} ok + {numbers['dead']} dead{errors} + {numbers['duplicate']} duplicate "
+        f"of {numbers['planned']} planned{open_shards}",
+        f"answers: {numbers['turns']} turns, {numbers['completion_tokens']} tokens, length p50 "
+        f"{numbers['answer_tokens_p50']} p99 {numbers['answer_tokens_p99']}; {numbers['skipped_turns']} turns skipped"
+        + (f" (conversations cut by {cuts})" if cuts else ""),
+    ]
+    for name, source in numbers["sources"].items():
+        rate = f"{source['length']} at the length limit ({100 * source['length_rate']:.1f} %)"
+        lines.append(f"  {name}: {source['turns']} turns, {source['tokens']} tokens, {rate}")
+    return lines

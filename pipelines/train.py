@@ -1,0 +1,381 @@
+"""Train the draft models of the profile on the regenerated corpus, one run after the other, on Ray Train.
+
+Place in the flow: reads `regenerate/shards` and `prepare/target.json`, lays out `train/training_set` once, and
+trains every run of `train.runs` in order. A run leaves `train/<run>/final` (the checkpoint that evaluation and
+serving read), `result.json` and `metrics.jsonl`. A finished run is skipped; a killed one goes on from its
+newest state in `train/<run>/checkpoints`, bit-equal on CPUs, with any number of workers.
+
+    python pipelines/train.py --profile demo
+    python pipelines/train.py --profile paper_8b --set train.num_workers=32
+
+Paper: section 4.1 and Table 4.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+
+from lilicorr.chat import render_prompt
+from lilicorr.checkpoint import read_info, save_draft_model
+from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, fingerprint, from_dict, to_dict
+from lilicorr.corpus import Sampler, TrainingSet, build_training_set
+from lilicorr.decode import Decoder, SamplingParams
+from lilicorr.draft_model import DraftModel, build_draft_model
+from lilicorr.drafter import block_spec, drafter_shape
+from lilicorr.heads import HEADS
+from lilicorr.prompts import read_conversations
+from lilicorr.provenance import sha256_file, write_json
+from lilicorr.target import Target, default_layer_ids, load_target
+from lilicorr.training import (
+    MetricLog,
+    Trainer,
+    checkpoint_folder,
+    checkpoints,
+    num_steps,
+    prune_checkpoints,
+    run_fingerprint,
+    start_drafter,
+)
+from pipelines.shards import data_path, read_manifest, read_plan
+
+logger = logging.getLogger(__name__)
+
+TRAINING_SET = "training_set"
+REPLACED = ".replaced"  # runs whose config has changed; hidden, so no part of the stage's outputs
+PROBE_PROMPTS, PROBE_TOKENS = 8, 64
+
+Report = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run as a worker gets it."""
+
+    config: PipelineConfig
+    name: str
+    identity: str
+
+    @property
+    def run(self) -> RunConfig:
+        """The run's own config."""
+        return self.config.train.runs[self.name]
+
+    @property
+    def folder(self) -> Path:
+        """Where the run's outputs go."""
+        return self.config.directory / "train" / self.name
+
+    def described(self) -> dict[str, Any]:
+        """What `prepare` found out about the target."""
+        return read_description(self.config)
+
+
+def run(config: PipelineConfig) -> dict[str, Any]:
+    """Build the training set and train every run that is not finished; returns the result of each.
+
+    Raises ValueError, before anything starts, for a run that cannot be trained or a cluster that is too small.
+    """
+    config = replace(config, run_dir=str(Path(config.run_dir).resolve()))
+    described = read_description(config)
+    check_runs(config.train, described)
+    training_set = ensure_training_set(config)
+    results: dict[str, Any] = {}
+    for name, run_config in config.train.runs.items():
+        start = results[run_config.start_from]["identity"] if run_config.start_from else None
+        identity = run_fingerprint(config.train, run_config, training_set, described, start)
+        job = Job(config, name, identity)
+        results[name] = finished(job)
+        if results[name] is not None:
+            logger.info("run %s: finished before, %d steps", name, results[name]["steps"])
+            continue
+        set_aside(job)
+        fit(job)
+        results[name] = finished(job)
+        logger.info("run %s: %s", name, results[name])
+    return {"runs": results, "training_set": training_set.meta["report"]}
+
+
+def read_description(config: PipelineConfig) -> dict[str, Any]:
+    """`prepare/target.json`."""
+    return json.loads((config.directory / "prepare" / "target.json").read_text(encoding="utf-8"))
+
+
+def check_runs(config: TrainConfig, described: dict[str, Any]) -> None:
+    """Raise ValueError for runs that could not be trained, before a cluster is asked for anything."""
+    if not 0 <= described["mask_token_id"] < described["vocab"]:
+        raise ValueError(
+            f"mask token id {described['mask_token_id']} is outside the target's vocabulary of {described['vocab']}"
+        )
+    default_layer_ids(described["num_layers"], config.drafter.num_captured_layers or config.drafter.num_layers)
+    if not config.runs:
+        raise ValueError("train.runs is empty: name at least one run")
+    before: list[str] = []
+    for name, run_config in config.runs.items():
+        if name == TRAINING_SET or not name.replace("-", "_").isidentifier():
+            raise ValueError(f"train.runs.{name}: a run's name is letters, digits, - and _, and not {TRAINING_SET!r}")
+        if run_config.head not in HEADS:
+            raise ValueError(f"train.runs.{name}.head must be one of {', '.join(HEADS)}, got {run_config.head!r}")
+        from_dict(HEADS[run_config.head].Config, run_config.head_config, f"train.runs.{name}.head_config.")
+        if run_config.start_from is not None and run_config.start_from not in before:
+            raise ValueError(
+                f"train.runs.{name}.start_from must be a run before it ({', '.join(before) or 'there is none'}), "
+                f"got {run_config.start_from!r}"
+            )
+        num_steps(run_config, Sampler(1, 1, 0))
+        before.append(name)
+
+
+def ensure_training_set(config: PipelineConfig) -> TrainingSet:
+    """The training set of the regenerated shards, built unless it is there and made from the same ones."""
+    folder = config.directory / "train" / TRAINING_SET
+    shards, hashes = verified_shards(config.directory / "regenerate")
+    source = fingerprint(hashes, config.train.max_length, config.train.layout)
+    if (folder / "meta.json").is_file():
+        training_set = TrainingSet.open(folder)
+        if training_set.meta["source"] == source:
+            return training_set
+        logger.info("the training set was made from other shards or settings and is built again")
+    report = build_training_set(shards, folder, config.train.max_length, config.train.layout, source)
+    logger.info("training set: %s", report)
+    return TrainingSet.open(folder)
+
+
+def verified_shards(folder: Path) -> tuple[list[Path], list[str]]:
+    """The committed shards of a finished regeneration and their hashes, each compared with its manifest.
+
+    Raises ValueError if regeneration has not finished, or a shard is missing or not what its manifest says.
+    """
+    paths, hashes = [], []
+    for shard in read_plan(folder).shards:
+        path, manifest = data_path(folder, shard), read_manifest(folder, shard)
+        if manifest is None:
+            raise ValueError(f"regeneration in {folder} has not finished: shard {shard.id} has no manifest")
+        if not path.is_file():
+            raise ValueError(f"{path} is missing, the manifest of shard {shard.id} says it was written")
+        if path.stat().st_size != manifest["size"] or sha256_file(path) != manifest["sha256"]:
+            raise ValueError(f"{path} is not the file that the manifest of shard {shard.id} describes")
+        paths.append(path)
+        hashes.append(manifest["sha256"])
+    return paths, hashes
+
+
+def finished(job: Job) -> dict[str, Any] | None:
+    """The result of a run that has finished as it is configured now, None if it has not."""
+    path = job.folder / "result.json"
+    if not path.is_file() or not (job.folder / "final").is_dir():
+        return None
+    result = json.loads(path.read_text(encoding="utf-8"))
+    return result if result["identity"] == job.identity else None
+
+
+def set_aside(job: Job) -> None:
+    """Claim the run's folder; what another config left there is moved out of the way."""
+    path = job.folder / "run.json"
+    before = json.loads(path.read_text(encoding="utf-8"))["identity"] if path.is_file() else job.identity
+    if before != job.identity:
+        aside = job.folder.parent / REPLACED / f"{job.name}-{before}"
+        aside.parent.mkdir(exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        job.folder.rename(aside)
+        logger.info("run %s: its config has changed, the former outputs are in %s", job.name, aside)
+    write_json(path, {"identity": job.identity, "run": asdict(job.run)})
+
+
+def fit(job: Job) -> None:
+    """Train one run on the cluster; returns when `final/` and `result.json` are written."""
+    from pipelines import local
+
+    local.connect(job.config.directory)
+    import ray.train
+    from ray.train.torch import TorchTrainer
+
+    config = job.config.train
+    resources = {"CPU": 1.0} | ({"GPU": config.gpus_per_worker} if config.gpus_per_worker else {})
+    check_resources(resources, config.num_workers, ray.cluster_resources())
+    trainer = TorchTrainer(
+        worker_loop,
+        train_loop_config={"config": to_dict(job.config), "name": job.name, "identity": job.identity},
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=config.num_workers, use_gpu=config.gpus_per_worker > 0, resources_per_worker=resources
+        ),
+        run_config=ray.train.RunConfig(
+            name=f"{job.name}-{job.identity}",
+            storage_path=str(job.folder.parent / ".ray"),
+            failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
+        ),
+    )
+    logger.info("run %s: %d workers with %s each", job.name, config.num_workers, resources)
+    trainer.fit()
+
+
+def check_resources(resources: dict[str, float], num_workers: int, now: dict[str, float]) -> None:
+    """Raise ValueError if the cluster, which has `now` and may grow by its autoscaler, cannot hold the workers."""
+    from ray._private.state import state
+
+    grown = state.get_max_resources_from_cluster_config() or {}
+    for name, amount in resources.items():
+        needed, limit = amount * num_workers, max(now.get(name, 0.0), grown.get(name, 0.0))
+        if needed > limit:
+            raise ValueError(
+                f"{num_workers} workers need {needed:g} {name}, the cluster has {limit:g}; "
+                "lower train.num_workers or train.gpus_per_worker, or add nodes"
+            )
+
+
+def worker_loop(settings: dict[str, Any]) -> None:
+    """What Ray Train runs in every worker."""
+    import ray.train
+    from ray.train.torch import get_device
+
+    job = Job(from_dict(PipelineConfig, settings["config"]), settings["name"], settings["identity"])
+    device = get_device()
+    if device.type == "cpu":  # Ray allows a worker one thread for each of its logical CPUs
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // ray.train.get_context().get_local_world_size()))
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    train_run(job, device, ray.train.report)
+
+
+def train_run(job: Job, device: torch.device, report: Report) -> None:
+    """One worker's part of a run, from its newest state to the end; rank 0 writes.
+
+    `report` is called after every committed state and at the end, equally often on all ranks.
+    """
+    config = job.config.train
+    trainer, target = make_trainer(job, device)
+    leads = trainer.rank == 0
+    states = checkpoints(job.folder / "checkpoints")
+    if states:
+        trainer.restore(states[-1])
+    if trainer.world > 1:
+        dist.barrier()  # nobody is still reading the states that rank 0 is about to prune
+    log = MetricLog(job.folder / "metrics.jsonl", trainer.done) if leads else None
+    if log and states:
+        log.write({"step": trainer.done, "resumed": True})
+    prompts = probe_prompts(job.config, target) if leads and config.eval_steps else []
+    started, first = time.monotonic(), trainer.done
+    while trainer.done < trainer.num_steps:
+        metrics = trainer.step(trainer.done)
+        done, last = trainer.done, trainer.done == trainer.num_steps
+        if log and (done % config.log_steps == 0 or last):
+            log.write(metrics)
+            pace = (time.monotonic() - started) / (done - first)
+            logger.info("%s", progress_line(job.name, metrics, trainer.num_steps, pace))
+        if log and config.eval_steps and (done % config.eval_steps == 0 or last):
+            log.write({"step": done, "tau": measure_tau(trainer, target, prompts)})
+        if done % config.checkpoint_steps == 0 and not last:
+            if leads:
+                trainer.save(checkpoint_folder(job.folder / "checkpoints", done))
+                prune_checkpoints(job.folder / "checkpoints", config.keep_checkpoints)
+            report({"step": done, "loss": metrics["loss"]})
+    if leads:
+        finish(job, trainer, target)
+    report({"step": trainer.done})
+
+
+def make_trainer(job: Job, device: torch.device) -> tuple[Trainer, Target]:
+    """Target, draft model and trainer of a run, before its first step."""
+    config, run_config = job.config.train, job.run
+    num_captured = config.drafter.num_captured_layers or config.drafter.num_layers
+    layer_ids = default_layer_ids(job.described()["num_layers"], num_captured)
+    target = load_target(job.config.target, device, layer_ids)
+    training_set = TrainingSet.open(job.folder.parent / TRAINING_SET)
+    draft_model = new_draft_model(config, run_config, target, training_set)
+    num_blocks = 0
+    if run_config.start_from is not None:
+        start = job.folder.parent / run_config.start_from / "final"
+        start_drafter(draft_model, start, target)
+        num_blocks = read_info(start)["num_blocks"]
+    return Trainer(target, training_set, config, run_config, draft_model, job.identity, num_blocks), target
+
+
+def new_draft_model(
+    config: TrainConfig, run_config: RunConfig, target: Target, training_set: TrainingSet
+) -> DraftModel:
+    """A draft model initialised from the seed alone, on the target's device."""
+    vocab_ids = training_set.vocab_ids() if config.drafter.restrict_vocab else None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return build_draft_model(
+            drafter_shape(config.drafter, target.config),
+            block_spec(config.drafter, target.config, target.mask_token_id),
+            run_config.head,
+            run_config.head_config,
+            target,
+            vocab_ids if vocab_ids is None else vocab_ids.to(target.device),
+        )
+
+
+def progress_line(name: str, metrics: dict[str, float], total: int, seconds_per_step: float) -> str:
+    """One line of the driver's log."""
+    left = datetime.timedelta(seconds=round((total - metrics["step"]) * seconds_per_step))
+    return (
+        f"{name}: step {metrics['step']}/{total}, loss {metrics['loss']:.3f}, grad norm {metrics['grad_norm']:.2f}, "
+        f"{metrics['blocks_per_s']:.0f} blocks/s, ETA {left}"
+    )
+
+
+def probe_prompts(config: PipelineConfig, target: Target) -> list[list[int]]:
+    """The first turns of a few held-out conversations; raises ValueError if there is none."""
+    held_out = read_conversations(config.directory / "prepare" / "held_out.parquet", stop=PROBE_PROMPTS)
+    if not held_out:
+        raise ValueError("train.eval_steps needs held-out prompts, prepare left none")
+    prompts = []
+    for conversation in held_out:
+        turns = [message["role"] for message in conversation.messages].index("user") + 1
+        prompts.append(render_prompt(target.tokenizer, conversation.messages[:turns], config.target.template_kwargs))
+    return [prompt for prompt in prompts if len(prompt) + PROBE_TOKENS <= target.max_length]
+
+
+def measure_tau(trainer: Trainer, target: Target, prompts: list[list[int]]) -> float | None:
+    """Tokens per verified block on `prompts`, greedy; None if every answer ended in its first token."""
+    params = SamplingParams(PROBE_TOKENS, stop_ids=target.eos_ids)
+    decoder = Decoder(target, trainer.draft_model)
+    with trainer.autocast():
+        answers = [decoder.generate(prompt, params) for prompt in prompts]
+    num_blocks = sum(answer.num_blocks for answer in answers)
+    return sum(answer.num_block_tokens for answer in answers) / num_blocks if num_blocks else None
+
+
+def finish(job: Job, trainer: Trainer, target: Target) -> None:
+    """Write `final/`, then `result.json`: its presence says that the run has finished."""
+    described = job.described()
+    info = {
+        "target": {key: described[key] for key in ("source", "revision", "tokenizer_hash", "template_hash")},
+        "template_kwargs": job.config.target.template_kwargs,
+        "run": job.name,
+        "identity": job.identity,
+        "steps": trainer.done,
+        "num_blocks": trainer.num_blocks,
+        "bos_token_id": getattr(target.config, "bos_token_id", None),
+        "eos_token_id": described["eos_token_id"],
+    }
+    dtype = "bfloat16" if target.embed.dtype == torch.bfloat16 else "float32"
+    save_draft_model(job.folder / "final", trainer.draft_model, info, dtype)
+    entries = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = [entry["loss"] for entry in entries if "loss" in entry]
+    taus = [entry["tau"] for entry in entries if entry.get("tau") is not None]
+    result = {"identity": job.identity, "steps": trainer.done, "num_blocks": trainer.num_blocks, "loss": losses[-1]}
+    write_json(job.folder / "result.json", result | ({"tau": taus[-1]} if taus else {}))
+
+
+if __name__ == "__main__":
+    from pipelines.stage import main
+
+    main(run, "train")

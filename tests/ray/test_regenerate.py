@@ -1,0 +1,328 @@
+"""The regeneration stage: what it refuses, what it leaves, and that killed drivers and actors change nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+import fake_generator
+import test_shards
+from fake_generator import ReplayGenerator, conversations, hashed_answer
+from lilicorr.config import PipelineConfig, RegenerateConfig
+from lilicorr.generator import Completion
+from lilicorr.prompts import write_conversations
+from lilicorr.provenance import write_json
+from lilicorr.tiny import byte_tokenizer
+from pipelines import regenerate, shards, stage
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = RegenerateConfig(
+    engine="transformers", max_new_tokens=12, shard_size=4, num_actors=2, gpus_per_actor=0.0, max_attempts=2
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PipelineConfig:
+    """22 prompts in six shards, and a target that only its description knows."""
+    made = PipelineConfig(profile="test", run_dir=str(tmp_path), regenerate=SETTINGS)
+    write_conversations(made.directory / "prepare" / "prompts.parquet", conversations(22))
+    write_json(made.directory / "prepare" / "target.json", {"template_hash": "t", "files_hash": "f"})
+    return made
+
+
+def change(config: PipelineConfig, **changes: Any) -> PipelineConfig:
+    return replace(config, regenerate=replace(config.regenerate, **changes))
+
+
+def make_replay(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, ReplayGenerator]:
+    return byte_tokenizer(), ReplayGenerator()
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Make shards in this process instead of on Ray; their ids in order."""
+    made: list[str] = []
+
+    def run_on_ray(work: regenerate.Work) -> None:
+        work.attempts.mkdir(parents=True)
+        actor = regenerate.GeneratorActor(work)
+        for shard in work.shards:
+            actor.make(shard)
+            made.append(shard.id)
+
+    monkeypatch.setattr(regenerate, "run_on_ray", run_on_ray)
+    return made
+
+
+def folder_of(config: PipelineConfig) -> Path:
+    return config.directory / "regenerate"
+
+
+def expected(config: PipelineConfig) -> dict[str, list[list[int]]]:
+    """Prompt and answer ids of every turn, as an unkilled run leaves them."""
+    tokenizer, generator = make_replay(config)
+    settings = regenerate.DialogueSettings(config.target.template_kwargs, config.regenerate.max_new_tokens)
+    results = regenerate.regenerate_conversations(conversations(22), tokenizer, generator, settings)
+    return {r.conversation.cid: [[*t.prompt_ids, *t.completion_ids] for t in r.turns] for r in results}
+
+
+def found(config: PipelineConfig) -> dict[str, list[list[int]]]:
+    """The same of what a run has left."""
+    everything = test_shards.content(folder_of(config))
+    return {cid: [[*t["prompt_ids"], *t["completion_ids"]] for t in turns] for cid, turns in everything.items()}
+
+
+def test_a_run_and_a_second_one(config: PipelineConfig, in_process: list[str]) -> None:
+    numbers = regenerate.run(config, make_replay)
+    assert found(config) == expected(config)
+    assert len(in_process) == 6 and numbers["ok"] == numbers["planned"] == 22
+    assert sorted(path.name for path in folder_of(config).iterdir()) == [
+        "_run.json",
+        "dead_letter",
+        "manifest",
+        "plan.json",
+        "shards",
+        "summary.json",
+    ]
+    before = {path: path.read_bytes() for path in folder_of(config).rglob("*.parquet")}
+    assert regenerate.run(config, make_replay) == numbers and len(in_process) == 6
+    assert {path: path.read_bytes() for path in folder_of(config).rglob("*.parquet")} == before
+
+
+def test_settings_that_change_the_tokens_are_refused_and_others_are_not(
+    config: PipelineConfig, in_process: list[str]
+) -> None:
+    regenerate.run(config, make_replay)
+    regenerate.run(change(config, num_actors=7, max_attempts=9, batch_size=3, cpus_per_actor=0.5), make_replay)
+    with pytest.raises(ValueError, match=r"regenerate\.max_new_tokens: 12 -> 13.*--force"):
+        regenerate.run(change(config, max_new_tokens=13), make_replay)
+    thinking = replace(config, target=replace(config.target, template_kwargs={"enable_thinking": True}))
+    with pytest.raises(ValueError, match="template_kwargs"):
+        regenerate.run(thinking, make_replay)
+    write_json(config.directory / "prepare" / "target.json", {"template_hash": "t", "files_hash": "g"})
+    with pytest.raises(ValueError, match=r"target: .*'f'.* -> .*'g'"):
+        regenerate.run(config, make_replay)
+    with pytest.raises(ValueError, match=r"regenerate\.engine must be one of transformers, vllm, got 'sglang'"):
+        regenerate.run(change(config, engine="sglang"), make_replay)
+
+
+def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(regenerate.ENGINES, "vllm", ("no-such-package",))
+    with pytest.raises(ValueError, match="vllm needs a package: pip install no-such-package"):
+        regenerate.engine_label("vllm")
+
+
+class Dying(ReplayGenerator):
+    """Fails at the prompts of one conversation."""
+
+    def submit(self, key: int, prompt_ids: list[int], max_new_tokens: int) -> None:
+        if b"question 5.0" in bytes(i for i in prompt_ids if i < 256):
+            raise MemoryError("out of memory")
+        super().submit(key, prompt_ids, max_new_tokens)
+
+
+def make_dying(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, ReplayGenerator]:
+    return byte_tokenizer(), Dying()
+
+
+def test_an_engine_that_dies_is_left_and_its_shard_given_up(
+    config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exits: list[int] = []
+
+    def die(code: int) -> None:
+        exits.append(code)
+        raise SystemExit(code)
+
+    def run_on_ray(work: regenerate.Work) -> None:
+        work.attempts.mkdir(parents=True)
+        for shard in work.shards:
+            while not shards.is_done(work.run, shard):
+                try:
+                    regenerate.GeneratorActor(work).make(shard)
+                except SystemExit:
+                    continue
+
+    monkeypatch.setattr(os, "_exit", die)
+    monkeypatch.setattr(regenerate, "run_on_ray", run_on_ray)
+    with pytest.raises(RuntimeError, match=r"4 conversations are dead, 18\.18 % .* 0\.10 %.*EngineDied.*dead_letter"):
+        regenerate.run(config, make_dying)
+    assert exits == [1, 1]
+    content = test_shards.content(folder_of(config))
+    dead = {cid: letter for cid, letter in content.items() if isinstance(letter, tuple)}
+    assert {letter[:2] for letter in dead.values()} == {("EngineDied", "2 attempts: MemoryError: out of memory")}
+    assert content.keys() == expected(config).keys() and len(dead) == 4
+    numbers = regenerate.run(change(config, max_dead_fraction=0.2), make_dying)
+    assert numbers["ok"] + numbers["dead"] == 22 and numbers["dead_by_error"] == {"EngineDied": 4}
+
+
+def test_errors_of_our_own_are_not_blamed_on_the_engine(
+    config: PipelineConfig, in_process: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(shards, "read_shard", broken)
+    with pytest.raises(KeyError, match="a bug"):
+        regenerate.run(config, make_replay)
+
+
+def test_the_progress_line_and_the_status(
+    config: PipelineConfig, in_process: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = config.directory / "prepare" / "prompts.parquet"
+    plan = shards.open_plan(folder_of(config), prompts, 4)
+    run = shards.open_run(folder_of(config), "replay 1", {})
+    progress = regenerate.Progress(run, plan)
+    assert progress.line(shards.summary(run.folder, plan), 1.0).endswith("time left unknown")
+    numbers = {**shards.summary(run.folder, plan), "completion_tokens": 800, "ok": 10, "dead": 1, "shards_done": 3}
+    line = progress.line(numbers, 40.0)
+    assert "shards 3/6, 11 conversations (1 dead), 20 tokens/s" in line
+    assert line.endswith("time left 40.0 s")  # 11 of 22 conversations made of 800 tokens in 40 s
+    monkeypatch.setattr(stage, "resolve_config", lambda arguments: config)
+    regenerate.main(["--status"])
+    assert "shards 0/6" in capsys.readouterr().out and in_process == []
+    monkeypatch.setattr(stage, "resolve_config", lambda arguments: replace(config, profile="other"))
+    with pytest.raises(SystemExit, match="no regeneration run"):
+        regenerate.main(["--status"])
+
+
+@pytest.fixture
+def by_value(ray_cluster: None) -> Iterator[None]:
+    """Let workers have what is defined in the tests, whose folder they do not know."""
+    import ray
+
+    modules = (sys.modules[__name__], fake_generator)
+    for module in modules:
+        ray.cloudpickle.register_pickle_by_value(module)
+    yield
+    for module in modules:
+        ray.cloudpickle.unregister_pickle_by_value(module)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """The value of `condition` once it is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"still waiting after {seconds} s")
+
+
+class Traced(ReplayGenerator):
+    """Leaves its process id in a folder; waits, or is killed, where the folder says so.
+
+    The first process that meets question 7 is killed. Question 9 is answered only when all other shards are done.
+    """
+
+    def __init__(self, folder: Path, others: int) -> None:
+        super().__init__(answer=self.reply)
+        self.folder, self.others = folder, others
+        (folder / f"pid-{os.getpid()}").touch()
+
+    def reply(self, prompt_ids: list[int], max_new_tokens: int) -> Completion:
+        text = bytes(i for i in prompt_ids if i < 256)
+        if b"question 7.0" in text and not (self.folder / "killed").exists():
+            (self.folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if b"question 9.0" in text:
+            manifests = self.folder.parent / "regenerate" / "manifest"
+            wait_for(lambda: len(list(manifests.glob("*.json"))) >= self.others)
+            (self.folder / "slow").touch()
+        return hashed_answer(prompt_ids, max_new_tokens)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(240)
+def test_a_killed_actor_costs_its_open_shard_and_a_slow_row_nobody_else(config: PipelineConfig, by_value: None) -> None:
+    trace = config.directory / "trace"
+    trace.mkdir()
+    seven, nine = (
+        next(c.cid for c in conversations(22) if f"question {i}.0" in c.messages[0]["content"]) for i in (7, 9)
+    )
+
+    def make_traced(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, ReplayGenerator]:
+        return byte_tokenizer(), Traced(trace, others=5)
+
+    numbers = regenerate.run(config, make_traced)
+    assert found(config) == expected(config) and numbers["ok"] == 22
+    assert (trace / "killed").exists() and (trace / "slow").exists()
+    plan = shards.read_plan(folder_of(config))
+
+    def attempt(cid: str) -> int:
+        shard = [s for s in plan.shards if s.id <= cid][-1]
+        return shards.read_manifest(folder_of(config), shard)["attempt"]
+
+    assert attempt(seven) == 2
+    retried = [shards.read_manifest(folder_of(config), s)["attempt"] for s in plan.shards]
+    assert sorted(retried) == [1, 1, 1, 1, 1, 2] or attempt(nine) == 2
+    processes = len(list(trace.glob("pid-*")))
+    assert processes == 3  # two actors, one of them twice
+    assert regenerate.run(config, make_traced) == numbers
+    assert len(list(trace.glob("pid-*"))) == processes  # nothing to do: no actor was started
+
+
+DRIVER = f"""
+import sys, time
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(ROOT / "tests" / "ray")!r}]
+import ray
+import fake_generator, test_regenerate
+from pipelines import regenerate
+for module in (fake_generator, test_regenerate):
+    ray.cloudpickle.register_pickle_by_value(module)
+ray.init(address=sys.argv[1], log_to_driver=False, runtime_env={{"env_vars": {{"PYTHONPATH": {str(ROOT)!r}}}}})
+config = test_regenerate.PipelineConfig(profile="test", run_dir=sys.argv[2], regenerate=test_regenerate.SETTINGS)
+regenerate.run(config, test_regenerate.make_slow)
+"""
+
+
+def make_slow(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, ReplayGenerator]:
+    def slowly(prompt_ids: list[int], max_new_tokens: int) -> Completion:
+        time.sleep(0.3)
+        return hashed_answer(prompt_ids, max_new_tokens)
+
+    return byte_tokenizer(), ReplayGenerator(answer=slowly)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(240)
+def test_a_killed_driver_is_continued(config: PipelineConfig, by_value: None) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, address, config.run_dir], cwd="/", start_new_session=True)
+    manifests = folder_of(config) / "manifest"
+    try:
+        wait_for(lambda: len(list(manifests.glob("*.json"))) >= 2, 120)
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    time.sleep(1)  # actors may still finish a write
+    before = {path: path.read_bytes() for path in manifests.iterdir() if path.suffix == ".json"}
+    assert 2 <= len(before) < 6
+    numbers = regenerate.run(config, make_replay)
+    assert found(config) == expected(config) and numbers["ok"] == 22
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(240)
+def test_too_few_resources_are_an_error_at_once(config: PipelineConfig, ray_cluster: None) -> None:
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"asks for 3 GPU \(3 actors x 1\), the cluster has 0; .*gpus_per_actor"):
+        regenerate.run(change(config, num_actors=3, gpus_per_actor=1.0), make_replay)
+    with pytest.raises(ValueError, match=r"asks for 18 CPU \(6 actors x 3\), the cluster has 4"):
+        regenerate.run(change(config, num_actors=100, cpus_per_actor=3.0), make_replay)
+    assert time.monotonic() - start < 20
+    assert not list((folder_of(config) / "manifest").iterdir())

@@ -1,0 +1,47 @@
+"""A small random target and draft model on disk, and what a local Ray instance needs."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import torch
+
+from lilicorr.checkpoint import save_draft_model
+from lilicorr.config import DrafterConfig, TargetConfig
+from lilicorr.draft_model import build_draft_model
+from lilicorr.drafter import block_spec, drafter_shape
+from lilicorr.target import Target, default_layer_ids, load_target
+
+ROOT = Path(__file__).parents[2]
+RAY_VARIABLES = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "180",  # a busy machine is slow, not broken
+    "RAY_worker_register_timeout_seconds": "300",
+}
+DRAFTER = DrafterConfig(num_layers=2, block_size=4, num_candidates=3)
+HEAD = {"hidden_size": 16, "num_heads": 2, "factor_dim": 8}
+
+
+def load(target: Path) -> Target:
+    return load_target(TargetConfig(str(target)), layer_ids=default_layer_ids(6, DRAFTER.num_layers))
+
+
+def save_random_checkpoint(folder: Path, target: Path, seed: int) -> None:
+    loaded = load(target)
+    torch.manual_seed(seed)
+    shape = drafter_shape(DRAFTER, loaded.config)
+    spec = block_spec(DRAFTER, loaded.config, loaded.mask_token_id)
+    draft_model = build_draft_model(shape, spec, "lilicorr", HEAD, loaded)
+    save_draft_model(folder, draft_model, {}, dtype="float32")
+
+
+def free_port() -> int:
+    """A port nobody listens on, outside Ray's worker ports."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert not 10_002 <= port <= 19_999, f"the kernel's ephemeral ports overlap Ray's worker ports: {port}"
+    return port

@@ -1,0 +1,132 @@
+"""The real Serve application: a random target, a small random draft model, and the OpenAI SDK.
+
+One local Ray instance for all of it, on free ports.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+from models import RAY_VARIABLES, ROOT, free_port, load, save_random_checkpoint
+
+from lilicorr.chat import answer_text, render_prompt
+from lilicorr.checkpoint import load_draft_model
+from lilicorr.decode import Decoder, SamplingParams
+from lilicorr.tiny import tiny_target_folder
+
+LONG_QUESTION = "go on"  # its greedy answer has more than 400 tokens
+QUESTIONS = ["What is 1 + 1?", "def add(a, b):", "ď 漢字"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a checkpoint."""
+    folder = tmp_path_factory.mktemp("models")
+    target = tiny_target_folder(folder / "target")
+    save_random_checkpoint(folder / "checkpoint", target, seed=0)
+    return target, folder / "checkpoint"
+
+
+def reference_texts(target: Path, checkpoint: Path, params: SamplingParams) -> list[str]:
+    """What decode.py answers to QUESTIONS, without the end of a character that was cut off."""
+    loaded = load(target)
+    decoder = Decoder(loaded, load_draft_model(checkpoint, loaded))
+    texts = []
+    for question in QUESTIONS:
+        prompt_ids = render_prompt(loaded.tokenizer, [{"role": "user", "content": question}], {})
+        token_ids = decoder.generate(prompt_ids, params).token_ids
+        whole = codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(i for i in token_ids if i < 256))
+        assert answer_text(loaded.tokenizer, token_ids).removesuffix("\ufffd") == whole.removesuffix("\ufffd")
+        texts.append(whole)
+    return texts
+
+
+@pytest.fixture(scope="module")
+def endpoint(folders: tuple[Path, Path]) -> Iterator[str]:
+    """The URL of the application on a Ray instance of its own."""
+    os.environ.update(RAY_VARIABLES)  # before the first import of ray
+    import ray
+    from ray import serve
+    from serve_app.app import AppArgs, build_app
+
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=150_000_000,
+        namespace=uuid.uuid4().hex,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+    )
+    port = free_port()
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    target, checkpoint = folders
+    arguments = AppArgs(
+        checkpoint=str(checkpoint), target=str(target), model_name="tiny", version="abc", cpus=0.5, max_running=1
+    )
+    serve.run(build_app(arguments), name="lilicorr", route_prefix="/")
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+    ray.shutdown()
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("params", [SamplingParams(40, stop_ids=(258,)), SamplingParams(40, 0.8, 20, 0.95, 7, (258,))])
+def test_sdk_gets_the_text_of_the_reference_decoder(
+    endpoint: str, folders: tuple[Path, Path], params: SamplingParams
+) -> None:
+    expected = reference_texts(*folders, params)
+    with openai.OpenAI(base_url=f"{endpoint}/v1", api_key="none") as sdk:
+        for question, text in zip(QUESTIONS, expected):
+            request = {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": question}],
+                "max_tokens": params.max_new_tokens,
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "seed": params.seed,
+                "extra_body": {"top_k": params.top_k},
+            }
+            whole = sdk.chat.completions.create(**request)
+            chunks = list(sdk.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+            streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            assert whole.choices[0].message.content == streamed == text
+            assert chunks[-1].usage == whole.usage
+            assert whole.usage.completion_tokens <= params.max_new_tokens
+            assert whole.system_fingerprint == "abc"
+
+
+@pytest.mark.ray
+def test_models_health_and_refusal_through_the_proxy(endpoint: str) -> None:
+    with openai.OpenAI(base_url=f"{endpoint}/v1", api_key="none", max_retries=0) as sdk:
+        assert [model.id for model in sdk.models.list()] == ["tiny"]
+        with pytest.raises(openai.BadRequestError, match="presence_penalty"):
+            sdk.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}], presence_penalty=1.5)
+    assert httpx2.get(f"{endpoint}/health").status_code == 200
+
+
+@pytest.mark.ray
+def test_leaving_client_is_noticed_through_the_proxy(endpoint: str) -> None:
+    url = f"{endpoint}/v1/chat/completions"
+    body = {"model": "tiny", "messages": [{"role": "user", "content": LONG_QUESTION}], "temperature": 0}
+    start = time.monotonic()
+    answer = httpx2.post(url, json={**body, "max_tokens": 40}, timeout=120).json()
+    seconds_of_40 = time.monotonic() - start
+    assert answer["choices"][0]["finish_reason"] == "length"
+    start = time.monotonic()
+    for _ in range(3):
+        with httpx2.stream("POST", url, json={**body, "stream": True, "max_tokens": 400}, timeout=120) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            assert next(response.iter_lines()).startswith("data: ")
+    answer = httpx2.post(url, json={**body, "max_tokens": 3}, timeout=240).json()
+    assert answer["usage"]["completion_tokens"] == 3
+    # The replica decodes one request at a time: had it gone on, 1,200 tokens would have come first.
+    assert time.monotonic() - start < 10 * seconds_of_40

@@ -1,0 +1,96 @@
+"""cluster.yaml passes Ray's own offline checks, and these checks see the usual mistakes."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+CLUSTER = Path(__file__).parents[1] / "cluster.yaml"
+
+
+@pytest.fixture
+def cluster() -> dict[str, Any]:
+    """The file as a user reads it."""
+    return yaml.safe_load(CLUSTER.read_text(encoding="utf-8"))
+
+
+def check(config: dict[str, Any]) -> None:
+    """What `ray up` checks before it talks to a cloud."""
+    util = pytest.importorskip("ray.autoscaler._private.util")
+    util.validate_config(util.prepare_config(copy.deepcopy(config)))
+
+
+def test_the_file_is_valid(cluster: dict[str, Any]) -> None:
+    check(cluster)
+
+
+def unknown_key(config: dict[str, Any]) -> None:
+    config["worker_type"] = "h100"
+
+
+def head_not_listed(config: dict[str, Any]) -> None:
+    config["head_node_type"] = "master"
+
+
+def more_minimum_than_maximum(config: dict[str, Any]) -> None:
+    config["available_node_types"]["h100"]["min_workers"] = config["max_workers"] + 1
+
+
+def gpus_as_text(config: dict[str, Any]) -> None:
+    config["available_node_types"]["h100"]["resources"]["GPU"] = "8"
+
+
+def no_node_config(config: dict[str, Any]) -> None:
+    del config["available_node_types"]["h100"]["node_config"]
+
+
+def label_not_text(config: dict[str, Any]) -> None:
+    config["available_node_types"]["h100"]["labels"]["pool"] = 100
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (unknown_key, "'worker_type' was unexpected"),
+        (head_not_listed, "`head_node_type` must be one of"),
+        (more_minimum_than_maximum, "smaller than the sum of `min_workers`"),
+        (gpus_as_text, "'8' is not of type 'integer'"),
+        (no_node_config, "'node_config' is a required property"),
+        (label_not_text, "100 is not of type 'string'"),
+    ],
+)
+def test_a_mistake_is_refused(cluster: dict[str, Any], mistake: Callable[[dict[str, Any]], None], message: str) -> None:
+    mistake(cluster)
+    with pytest.raises(Exception, match=re.escape(message)):
+        check(cluster)
+
+
+def test_no_work_on_the_head_and_whole_h100_nodes(cluster: dict[str, Any]) -> None:
+    types = cluster["available_node_types"]
+    assert types[cluster["head_node_type"]]["resources"] == {"CPU": 0}
+    assert types["h100"]["node_config"]["InstanceType"] == "p5.48xlarge"
+    assert types["h100"]["resources"] == {"CPU": 192, "GPU": 8}
+    assert types["h100"]["max_workers"] == cluster["max_workers"]
+
+
+def test_the_paper_profiles_fit_on_the_cluster(cluster: dict[str, Any]) -> None:
+    from lilicorr.config import load_profile
+
+    gpus = cluster["max_workers"] * cluster["available_node_types"]["h100"]["resources"]["GPU"]
+    for name in ("paper_4b", "paper_8b"):
+        config = load_profile(name, CLUSTER.parent / "pipelines" / "profiles")
+        assert config.train.num_workers * config.train.gpus_per_worker <= gpus
+        assert config.regenerate.num_actors * config.regenerate.gpus_per_actor <= gpus
+
+
+def test_the_dashboard_is_private_and_every_ray_command_uses_the_token(cluster: dict[str, Any]) -> None:
+    starts = [c for key in ("head", "worker") for c in cluster[f"{key}_start_ray_commands"] if "ray " in c]
+    assert starts and all("RAY_AUTH_MODE=token" in command for command in starts)
+    assert "--dashboard-host=127.0.0.1" in next(command for command in starts if "--head" in command)
+    assert any(remote.endswith("/.ray/auth_token") for remote in cluster["file_mounts"])

@@ -1,0 +1,408 @@
+"""Evaluation: the statistics on hand-made blocks, the bootstrap, the runs, resuming, and the pipeline's stage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lilicorr import decode, evaluate, plots
+from lilicorr.acceptance import Answer, BlockRecord, Sums, add_sums, answer_sums, figures, resamples, stack_sums
+from lilicorr.checkpoint import save_draft_model
+from lilicorr.config import DrafterConfig, EvaluateConfig, SystemConfig, TargetConfig, from_dict
+from lilicorr.decode import SamplingParams
+from lilicorr.draft_model import DraftModel, build_draft_model
+from lilicorr.drafter import block_spec, drafter_shape
+from lilicorr.evaluate import AUTOREGRESSIVE, Prompt, SetRunner, System, print_table, run_sets
+from lilicorr.target import Target
+from lilicorr.tiny import byte_tokenizer
+
+HEAD_CONFIG = {"hidden_size": 16, "num_heads": 2, "factor_dim": 8}
+CONFIG = EvaluateConfig(max_new_tokens=12, bootstrap_samples=50)
+
+
+def hand_made() -> Answer:
+    """Nine tokens, the last one a stop token in the middle of the third block; S = 3, K = 2."""
+    blocks = [
+        # 11 12 13 expected: all three accepted, the bonus is 14
+        BlockRecord(1, [11, 12, 13], [[11, 0], [12, 0], [13, 0]], num_accepted=3),
+        # 15 16 17 expected: the second draft is wrong, though its candidate was there; top-1 fails at once
+        BlockRecord(5, [15, 99, 17], [[98, 15], [99, 16], [97, 96]], num_accepted=1),
+        # 17 18 expected, where 18 ends the answer; a third draft was accepted behind it
+        BlockRecord(7, [17, 18, 19], [[17, 0], [0, 1], [19, 0]], num_accepted=3),
+    ]
+    return Answer([10, 11, 12, 13, 14, 15, 16, 17, 18], 3, 8, 2.0, blocks)
+
+
+def test_sums_of_hand_made_blocks():
+    sums = answer_sums(hand_made(), num_slots=3, num_candidates=2)
+    assert {name: value.tolist() for name, value in sums.items()} == {
+        "tokens": 9,
+        "seconds": 2.0,
+        "blocks": 3,
+        "block_tokens": 8,
+        "reached": [3, 3, 1],  # the third block's slot 3 is behind the end, the second's was not reached
+        "accepted": [3, 2, 1],
+        "oracle_prefix": 3 + 2 + 1,
+        "selected_prefix": 3 + 1 + 2,
+        "top1_prefix": 3 + 0 + 1,
+    }
+    nothing = answer_sums(Answer([7], 0, 0, 1.0, []), num_slots=3, num_candidates=2)
+    assert nothing["reached"].tolist() == [0, 0, 0] and nothing["oracle_prefix"] == 0
+    plain = answer_sums(Answer([7, 8, 9], 2, 2, 1.0, []), num_slots=0, num_candidates=0)
+    assert plain["reached"].tolist() == [] and plain["tokens"] == 3
+    assert add_sums([sums, nothing])["tokens"] == 10
+
+
+def table(tokens: list[float], blocks: list[float], seconds: list[float]) -> Sums:
+    """A table of P prompts without slots."""
+    columns = dict(tokens=tokens, block_tokens=tokens, blocks=blocks, seconds=seconds)
+    prefixes = dict.fromkeys(("oracle_prefix", "selected_prefix", "top1_prefix"), np.zeros(len(tokens)))
+    by_slot = {name: np.zeros((len(tokens), 0)) for name in ("reached", "accepted")}
+    return {name: np.array(values) for name, values in columns.items()} | prefixes | by_slot
+
+
+def test_figures_are_weighted_by_blocks_and_speed_is_relative_to_autoregression():
+    first = answer_sums(hand_made(), 3, 2)
+    second = answer_sums(Answer([1, 2, 3], 1, 2, 1.0, [BlockRecord(1, [2, 9, 9], [[2, 3]] * 3, 1)]), 3, 2)
+    plain = table([9, 3], [9, 3], [6.0, 6.0])
+    dflash = table([8, 2], [4, 2], [1.0, 1.0])
+    found = figures(stack_sums([first, second]), plain, dflash, resamples(2, 100, seed=0))
+    assert found["tau"] == 10 / 4 and found["num_blocks"] == 4 and found["num_prompts"] == 2
+    assert found["per_slot"] == [1.0, 2 / 4, 1.0]
+    assert (found["oracle_prefix"], found["selected_prefix"], found["top1_prefix"]) == (8 / 4, 7 / 4, 5 / 4)
+    assert found["tokens_per_s"] == 12 / 3 and found["speedup"] == 4.0
+    assert found["tau_gain_over_dflash"] == pytest.approx(10 / 4 - 10 / 6)
+    assert found["tau_gain_over_dflash_percent"] == pytest.approx(50.0)
+    assert found["tau_ci95"] == [2.0, 8 / 3]  # of one prompt twice, and of the other
+    assert found["speedup_ci95"] == [3.0, 6.0]
+
+
+def test_figures_without_data_are_none():
+    empty = answer_sums(Answer([1], 0, 0, 1.0, []), 2, 2)
+    found = figures(stack_sums([empty]), table([1], [0], [1.0]), None, resamples(1, 20, seed=0))
+    assert found["tau"] is None and found["tau_ci95"] is None and found["per_slot"] == [None, None]
+    assert found["speedup"] == 1.0 and "tau_gain_over_dflash" not in found
+    json.dumps(found, allow_nan=False)
+    plain = figures(table([5], [4], [1.0]), table([5], [4], [1.0]), None, resamples(1, 20, seed=0))
+    assert plain["oracle_prefix"] is None and plain["per_slot"] == []
+
+
+def test_resamples_draw_every_prompt_equally_often_and_repeat_with_the_seed():
+    counts = resamples(30, 4000, seed=1)
+    assert (counts.sum(1) == 30).all() and abs(counts.mean(0) - 1).max() < 0.1
+    assert np.array_equal(counts, resamples(30, 4000, seed=1))
+    assert not np.array_equal(counts, resamples(30, 4000, seed=2))
+
+
+def test_the_interval_of_a_gain_is_paired():
+    """Prompts differ much more than systems: only pairing can see a gain that is the same on all of them."""
+    rng = np.random.default_rng(3)
+    blocks = np.full(60, 10.0)
+    base = rng.uniform(15, 60, size=60)
+    dflash, ours, plain = table(base, blocks, base), table(base + 3, blocks, base), table(base, blocks, 2 * base)
+    found = figures(ours, plain, dflash, resamples(60, 1000, seed=4))
+    low, high = found["tau_gain_over_dflash_ci95"]
+    assert low == pytest.approx(0.3) and high == pytest.approx(0.3)
+    assert found["tau_ci95"][1] - found["tau_ci95"][0] > 0.5
+    speed = figures(dflash, plain, None, resamples(60, 1000, seed=4))
+    assert speed["speedup_ci95"] == [pytest.approx(2.0), pytest.approx(2.0)]
+
+
+def test_intervals_cover_a_known_difference_as_often_as_they_say():
+    rng = np.random.default_rng(5)
+    blocks, trials, covered = np.full(50, 10.0), 300, 0
+    for trial in range(trials):
+        base = rng.normal(40, 8, size=50)
+        dflash, ours = table(base, blocks, base), table(base + rng.normal(4, 6, size=50), blocks, base)
+        low, high = figures(ours, dflash, dflash, resamples(50, 300, seed=trial))["tau_gain_over_dflash_ci95"]
+        covered += low <= 0.4 <= high
+    assert 0.89 < covered / trials < 0.985
+
+
+# What follows decodes with tiny random models.
+
+
+@pytest.fixture
+def chat_target(target_factory: Callable[..., Target]) -> Target:
+    """A random target with the byte-level tokenizer."""
+    target = target_factory(num_layers=2, num_captured=1, vocab=264)
+    target.tokenizer = byte_tokenizer()
+    return target
+
+
+def draft_model(target: Target, head: str = "lilicorr") -> DraftModel:
+    torch.manual_seed(1)
+    config = DrafterConfig(num_layers=1, block_size=4, num_candidates=3)
+    spec = block_spec(config, target.config, target.mask_token_id)
+    head_config = HEAD_CONFIG if head == "lilicorr" else {}
+    model = build_draft_model(drafter_shape(config, target.config), spec, head, head_config, target)
+    return model.to(target.embed.dtype)
+
+
+def ask(name: str, *turns: str) -> Prompt:
+    return Prompt(name, [{"role": "user", "content": text} for text in turns])
+
+
+def render(messages: list[dict[str, str]]) -> list[int]:
+    return list("".join(f"{m['role']}: {m['content']}\n" for m in messages).encode())
+
+
+def run(target: Target, sets: dict[str, list[Prompt]], **changes: Any) -> dict[str, Any]:
+    arguments = dict(
+        draft_models={"dflash": draft_model(target, "argmax"), "lilicorr": draft_model(target)},
+        config=CONFIG,
+        render=render,
+        identity={"target": "a"},
+        previous={},
+        save=lambda results: None,
+    )
+    return run_sets(target, sets=sets, **(arguments | changes))
+
+
+def test_results_have_every_key_and_are_json(chat_target: Target, capsys: pytest.CaptureFixture[str]):
+    results = run(chat_target, {"held_out": [ask("a", "one"), ask("b", "two")], "chat": [ask("c", "one", "more")]})
+    assert json.loads(json.dumps(results, allow_nan=False)) == results
+    keys = {"num_prompts", "num_blocks", "num_tokens", "tau", "tau_ci95", "per_slot", "matches_autoregressive"}
+    keys |= {"tokens_per_s", "tokens_per_s_ci95", "speedup", "speedup_ci95"}
+    keys |= {"oracle_prefix", "selected_prefix", "top1_prefix"}
+    gains = {"tau_gain_over_dflash", "tau_gain_over_dflash_ci95", "tau_gain_over_dflash_percent"}
+    assert list(results["systems"]) == [AUTOREGRESSIVE, "dflash", "lilicorr"]
+    for system, by_set in results["systems"].items():
+        for name, values in by_set.items():
+            assert values.keys() == (keys | gains if system == "lilicorr" else keys), (system, name)
+            assert values["matches_autoregressive"] == values["num_prompts"] == (2 if name == "held_out" else 1)
+    plain, ours = (results["systems"][system]["held_out"] for system in (AUTOREGRESSIVE, "lilicorr"))
+    assert plain["tau"] == 1.0 and plain["speedup"] == 1.0 and plain["oracle_prefix"] is None
+    assert len(ours["per_slot"]) == 3 and ours["num_tokens"] == plain["num_tokens"]
+    assert ours["oracle_prefix"] >= max(ours["selected_prefix"], ours["top1_prefix"])
+    assert set(results["sets"]["chat"]) == {"fingerprint", "num_turns", "num_dropped", "num_limited"}
+    assert results["sets"]["chat"]["num_turns"] == 2
+
+    print_table(results)
+    printed = capsys.readouterr().out
+    assert "lilicorr" in printed and f"{ours['tau']:.2f}" in printed
+
+
+def test_turns_are_decoded_in_order_with_the_targets_own_reply_as_history(chat_target: Target):
+    seen: list[list[dict[str, str]]] = []
+
+    def spy(messages: list[dict[str, str]]) -> list[int]:
+        seen.append([dict(message) for message in messages])
+        return render(messages)
+
+    prompt = ask("a", "first", "second")
+    prompt.messages.insert(0, {"role": "system", "content": "be brief"})
+    run(chat_target, {"chat": [prompt]}, render=spy)
+    assert [message["role"] for message in seen[0]] == ["system", "user"]
+    assert [message["role"] for message in seen[1]] == ["system", "user", "assistant", "user"]
+    params = SamplingParams(CONFIG.max_new_tokens, stop_ids=chat_target.eos_ids)
+    reply = System(chat_target, None).answer(render(seen[0]), params).token_ids
+    assert seen[1][2]["content"] == chat_target.tokenizer.decode(reply, skip_special_tokens=True)
+    assert len(prompt.messages) == 3  # the prompt itself is left as it was
+
+
+def test_a_killed_run_goes_on_with_the_first_set_that_is_not_done(
+    chat_target: Target, monkeypatch: pytest.MonkeyPatch
+):
+    sets = {"one": [ask("a", "x")], "two": [ask("b", "y")]}
+    saved: list[dict[str, Any]] = []
+
+    def save_and_die(results: dict[str, Any]) -> None:
+        saved.append(json.loads(json.dumps(results)))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(chat_target, sets, save=save_and_die)
+    decoded: list[str] = []
+    original = SetRunner.run
+
+    def counted(self: SetRunner, prompts: list[Prompt]) -> dict[str, Any]:
+        decoded.append(self.name)
+        return original(self, prompts)
+
+    monkeypatch.setattr(SetRunner, "run", counted)
+    results = run(chat_target, sets, previous=saved[0])
+    assert decoded == ["two"]
+    assert results["systems"]["lilicorr"]["one"] == saved[0]["systems"]["lilicorr"]["one"]
+    assert results["systems"]["lilicorr"].keys() == {"one", "two"}
+    again = run(chat_target, sets, previous=results)
+    assert decoded == ["two"] and again == results
+
+    others = dict(
+        prompts=dict(sets={**sets, "one": [ask("a", "changed")]}),
+        weights=dict(identity={"target": "b"}),
+        settings=dict(config=EvaluateConfig(max_new_tokens=11, bootstrap_samples=50)),
+    )
+    for name, change in others.items():
+        decoded.clear()
+        run(chat_target, change.pop("sets", sets), previous=results, **change)
+        assert decoded == (["one"] if name == "prompts" else ["one", "two"]), name
+
+
+class Corrupted(System):
+    """A system with one wrong token."""
+
+    def answer(self, prompt_ids: list[int], params: SamplingParams) -> Answer:
+        answer = super().answer(prompt_ids, params)
+        answer.token_ids[5] += 1
+        return answer
+
+
+def test_a_differing_greedy_output_is_an_error_in_exact_dtypes(chat_target: Target):
+    systems = {AUTOREGRESSIVE: System(chat_target, None), "broken": Corrupted(chat_target, draft_model(chat_target))}
+    runner = SetRunner("chat", chat_target, systems, CONFIG, render)
+    prompt_ids = render(ask("q", "one").messages)
+    expected = systems[AUTOREGRESSIVE].answer(prompt_ids, runner.params).token_ids
+    prefix = torch.tensor([prompt_ids + expected[:5]])
+    best = chat_target.logits(chat_target.forward(prefix).hidden[0, -1]).sort(descending=True).values
+    with pytest.raises(RuntimeError) as error:
+        runner.run([ask("q", "one")])
+    for part in ("broken", "chat", "q (turn 1)", f"token 5 is {expected[5] + 1}, not {expected[5]}"):
+        assert part in str(error.value)
+    assert f"{float(best[0] - best[1]):.3g} apart" in str(error.value)
+
+    runner = SetRunner("chat", chat_target, systems, CONFIG, render)
+    runner.must_match = False
+    found = runner.run([ask("q", "one"), ask("r", "two")])
+    assert found["broken"]["matches_autoregressive"] == 0
+    assert found[AUTOREGRESSIVE]["matches_autoregressive"] == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "temperature", "exact"),
+    [(torch.float32, 0.0, True), (torch.float64, 0.0, True), (torch.bfloat16, 0.0, False), (torch.float32, 1.0, False)],
+)
+def test_equality_is_demanded_of_greedy_decoding_in_exact_dtypes(
+    target_factory: Callable[..., Target], dtype: torch.dtype, temperature: float, exact: bool
+):
+    config = EvaluateConfig(max_new_tokens=4, temperature=temperature)
+    assert SetRunner("chat", target_factory(dtype=dtype), {}, config, render).must_match is exact
+
+
+def test_prompts_without_room_are_dropped_and_counted(chat_target: Target):
+    long = ask("long", "x" * 600)
+    late = ask("late", "short", "x" * 600)
+    results = run(chat_target, {"chat": [long, ask("a", "one"), late]})
+    assert results["systems"]["lilicorr"]["chat"]["num_prompts"] == 2
+    report = {key: results["sets"]["chat"][key] for key in ("num_turns", "num_dropped")}
+    assert report == {"num_turns": 2, "num_dropped": 2}
+    with pytest.raises(ValueError, match="none of 1 prompts.*12.*512"):
+        run(chat_target, {"chat": [long]})
+
+
+def test_recording_is_not_in_the_measured_time(chat_target: Target, monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0]
+    for module in (decode, evaluate):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*arguments: Any) -> Any:
+            clock[0] += seconds
+            return function(*arguments)
+
+        return slow
+
+    monkeypatch.setattr(evaluate, "candidates", taking(100.0, evaluate.candidates))
+    monkeypatch.setattr(chat_target, "forward", taking(1.0, chat_target.forward))
+    answer = System(chat_target, draft_model(chat_target)).answer([1, 2, 3], SamplingParams(9))
+    assert len(answer.blocks) == answer.num_blocks >= 2
+    assert answer.seconds == 1 + answer.num_blocks  # one forward for the prompt, one for every block
+    assert clock[0] == answer.seconds + 100 * answer.num_blocks
+
+
+def test_recorded_blocks_add_up_to_the_answer(chat_target: Target):
+    system = System(chat_target, draft_model(chat_target, "argmax"))
+    answer = system.answer([1, 2, 3], SamplingParams(40))
+    starts = [block.start for block in answer.blocks]
+    accepted = [block.num_accepted for block in answer.blocks]
+    assert starts == [1 + sum(accepted[:index]) + index for index in range(len(starts))]
+    for block in answer.blocks[:-1]:
+        committed = answer.token_ids[block.start : block.start + 3]
+        assert block.drafts[: block.num_accepted] == committed[: block.num_accepted]
+        assert [ids[0] for ids in block.candidates] == block.drafts  # of the argmax head
+    sums = system.sums([answer])
+    assert sums["selected_prefix"] == sums["accepted"].sum() == sums["top1_prefix"]
+
+
+def test_plots_show_the_numbers_of_the_files(tmp_path: Path, chat_target: Target):
+    results = run(chat_target, {"held_out": [ask("a", "one"), ask("b", "two")], "chat": [ask("c", "three")]})
+    (tmp_path / "evaluate").mkdir()
+    (tmp_path / "evaluate" / "results.json").write_text(json.dumps(results))
+    for name in ("dflash", "lilicorr"):
+        folder = tmp_path / "train" / name
+        folder.mkdir(parents=True)
+        lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5, "tau": 1.7}, {"step": 3, "loss": 1.2}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    paths = plots.draw_plots(tmp_path / "evaluate", tmp_path / "train")
+    assert [path.name for path in paths] == ["tau.png", "slots.png", "training.png"]
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in paths)
+
+    bars = plots.tau_by_set(results).axes[0].patches
+    expected = [results["systems"][s][name]["tau"] for s in ("dflash", "lilicorr") for name in ("held_out", "chat")]
+    assert [bar.get_height() for bar in bars] == expected
+    curve = plots.acceptance_by_slot(results).axes[0].lines[0].get_ydata()
+    assert list(curve) == [v for v in results["systems"]["dflash"]["held_out"]["per_slot"] if v is not None]
+    metrics = {"lilicorr": plots.read_metrics(tmp_path / "train" / "lilicorr" / "metrics.jsonl")}
+    loss, tau = plots.training_curves(metrics).axes
+    assert list(loss.lines[0].get_xdata()) == [1, 2, 3] and list(tau.lines[0].get_ydata()) == [1.7]
+
+
+def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from lilicorr.config import PipelineConfig
+    from lilicorr.prompts import Conversation, write_conversations
+    from lilicorr.provenance import write_json
+    from lilicorr.target import default_layer_ids, load_target
+    from pipelines import evaluate as stage
+    from pipelines.prepare import describe_target
+
+    monkeypatch.setenv("LILICORR_CACHE", str(tmp_path / "cache"))
+    config = from_dict(
+        PipelineConfig,
+        {
+            "profile": "tiny",
+            "run_dir": str(tmp_path),
+            "target": {"source": "random"},
+            "train": {"runs": {"ours": {"head": "lilicorr", "steps": 1}}, "drafter": {"num_layers": 1}},
+            "evaluate": {
+                "sets": ["held_out"],
+                "max_prompts": 2,
+                "max_new_tokens": 8,
+                "bootstrap_samples": 20,
+                "systems": {
+                    "autoregressive": {},
+                    "lilicorr": {"run": "ours"},
+                    "same drafter": {"run": "ours", "head": "argmax"},
+                },
+            },
+        },
+    )
+    description = describe_target(TargetConfig(source="random"))
+    write_json(config.directory / "prepare" / "target.json", description)
+    asked = [Conversation(f"{i:032x}", ask("", f"say {i}").messages, "test", "test", "") for i in range(3)]
+    write_conversations(config.directory / "prepare" / "held_out.parquet", asked)
+    target = load_target(config.target, layer_ids=default_layer_ids(description["num_layers"], 1))
+    save_draft_model(config.directory / "train" / "ours" / "final", draft_model(target), {})
+
+    summary = stage.run(config)
+    results = json.loads((config.directory / "evaluate" / "results.json").read_text())
+    assert results.keys() == {"systems", "sets", "provenance"}
+    assert list(results["systems"]) == ["autoregressive", "lilicorr", "same drafter"]
+    assert results["systems"]["lilicorr"]["held_out"]["matches_autoregressive"] == 2
+    assert results["sets"]["held_out"]["data"]["prompts"] == 2
+    assert summary["tau"]["lilicorr"]["held_out"] == results["systems"]["lilicorr"]["held_out"]["tau"]
+    assert (config.directory / "evaluate" / "tau.png").is_file()
+    monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
+    assert stage.run(config) == summary
+
+    for name, system in (("other", SystemConfig()), ("autoregressive", SystemConfig(run="ours"))):
+        config.evaluate.systems[name] = system
+        with pytest.raises(ValueError, match=f"systems.{name}.run"):
+            stage.load_systems(config, target)
+        config.evaluate.systems.pop(name)

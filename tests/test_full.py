@@ -1,0 +1,152 @@
+"""The driver with fake stages: order, ranges, force, and a SIGKILL inside every stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from fake_stages import NAMES, NUM_STEPS, STAGES, made
+from lilicorr.config import PipelineConfig
+from pipelines import full
+from pipelines.stage import read_marker
+
+SCRIPT = Path(__file__).with_name("fake_stages.py")
+ALL_STEPS = [f"{name}:{step}" for name in NAMES for step in range(NUM_STEPS)]
+
+
+def drive(run_dir: Path, *options: str, kill_at: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the driver in a process of its own."""
+    variables = {**os.environ, **({"KILL_AT": kill_at} if kill_at else {})}
+    command = [sys.executable, str(SCRIPT), "--profile", "tiny", "--run-dir", str(run_dir), *options]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+
+
+def contents(run_dir: Path) -> dict[str, str]:
+    """What every stage has made, by content."""
+    config = PipelineConfig(profile="tiny", run_dir=str(run_dir))
+    markers = {name: read_marker(config, name) for name in NAMES}
+    return {name: marker["content"] for name, marker in markers.items() if marker is not None}
+
+
+@pytest.fixture(scope="module")
+def unkilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a driver that was left alone."""
+    run_dir = tmp_path_factory.mktemp("unkilled")
+    done = drive(run_dir)
+    assert done.returncode == 0, done.stderr
+    assert made(run_dir / "tiny") == ALL_STEPS
+    assert "resolved config of profile tiny:" in done.stdout and "[5/5] deploy: finished in" in done.stdout
+    return run_dir
+
+
+def test_a_second_run_skips_everything_and_says_why(unkilled: Path) -> None:
+    done = drive(unkilled)
+    assert done.returncode == 0, done.stderr
+    assert made(unkilled / "tiny") == ALL_STEPS
+    assert all(f"{name}: skipped: same hash " in done.stdout for name in NAMES)
+    assert not (unkilled / "tiny" / "_lock.json").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("step", [1, NUM_STEPS], ids=["in the middle", "before the marker"])
+def test_a_driver_killed_in_a_stage_goes_on_there(unkilled: Path, tmp_path: Path, name: str, step: int) -> None:
+    killed = drive(tmp_path, kill_at=f"{name}:{step}")
+    assert killed.returncode == -signal.SIGKILL
+    assert sorted(contents(tmp_path)) == sorted(NAMES[: NAMES.index(name)])
+    rerun = drive(tmp_path)
+    assert rerun.returncode == 0, rerun.stderr
+    assert "taking over the lock" in rerun.stdout and "its process is gone" in rerun.stdout
+    assert f"{name}: runs: goes on from unfinished work" in rerun.stdout
+    assert made(tmp_path / "tiny") == ALL_STEPS, "a finished step was made twice, or one is missing"
+    assert contents(tmp_path) == contents(unkilled)
+
+
+def test_from_until_and_force(tmp_path: Path) -> None:
+    assert drive(tmp_path, "--until", "regenerate").returncode == 0
+    assert sorted(contents(tmp_path)) == ["prepare", "regenerate"]
+    early = drive(tmp_path, "--from", "evaluate")
+    assert early.returncode != 0 and "evaluate needs train, not finished in" in early.stderr
+    assert drive(tmp_path, "--from", "train", "--until", "train").returncode == 0
+    assert drive(tmp_path, "--from", "train", "--until", "train", "--force", "train").returncode == 0
+    assert made(tmp_path / "tiny").count("train:0") == 2
+    assert len(list((tmp_path / "tiny" / "_replaced").iterdir())) == 1
+
+
+def test_a_changed_config_runs_what_depends_on_it(tmp_path: Path) -> None:
+    assert drive(tmp_path).returncode == 0
+    changed = drive(tmp_path, "--set", "evaluate.max_new_tokens=5")
+    assert changed.returncode == 0
+    assert "train: skipped" in changed.stdout and "deploy: skipped" in changed.stdout
+    assert "evaluate: runs: config changed: evaluate.max_new_tokens 32 -> 5" in changed.stdout
+
+
+def test_dry_run_and_status_change_nothing(tmp_path: Path) -> None:
+    assert drive(tmp_path, "--until", "prepare").returncode == 0
+    before = sorted(tmp_path.rglob("*"))
+    dry = drive(tmp_path, "--dry-run", "--force", "prepare")
+    lines = [line.split() for line in dry.stdout.splitlines()]
+    assert [line[0] for line in lines] == list(NAMES) and lines[0][1:] == ["runs:", "forced"]
+    assert lines[1][1:] == ["runs:", "not", "done", "yet"]
+    status = drive(tmp_path, "--status")
+    assert "nobody at work" in status.stdout and "prepare     done in" in status.stdout
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_bad_options_are_named(tmp_path: Path) -> None:
+    unknown = drive(tmp_path, "--set", "train.batchsize=3")
+    assert unknown.returncode != 0 and "unknown key train.batchsize; did you mean train.batch_size?" in unknown.stderr
+    stage = drive(tmp_path, "--from", "trian")
+    assert stage.returncode != 0 and "unknown stage 'trian'" in stage.stderr
+    profile = drive(tmp_path, "--profile", "dmeo")
+    assert profile.returncode != 0 and "known profiles: demo, " in profile.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fake_stages_have_the_real_dependencies() -> None:
+    for fake, real in zip(STAGES, full.STAGES, strict=True):
+        assert (fake.name, fake.fields, fake.inputs) == (real.name, real.fields, real.inputs)
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """Answers /v1/models with the fingerprint `v1`."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": "m", "fingerprint": "v1"}]}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_only_the_endpoint_that_was_deployed_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = PipelineConfig(profile="p", run_dir=str(tmp_path))
+    server = HTTPServer(("127.0.0.1", 0), Endpoint)
+    path = config.directory / "deploy" / "endpoint.json"
+    path.parent.mkdir(parents=True)
+    record = {"url": f"http://127.0.0.1:{server.server_port}", "version": "v1", "curl": "curl it"}
+    path.write_text(json.dumps(record))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        assert full.endpoint_problem(config) is None
+        full.print_results(config)
+        assert capsys.readouterr().out == "curl it\n"
+        path.write_text(json.dumps({**record, "version": "v2"}))
+        assert full.endpoint_problem(config) == f"something else is served at {record['url']} now"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    problem = full.endpoint_problem(config)
+    assert problem is not None and problem.startswith("the endpoint does not answer at ")
+    full.print_results(config)
+    assert capsys.readouterr().out == ""

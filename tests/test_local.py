@@ -1,0 +1,117 @@
+"""The local Ray head without Ray: ports, token, and that stopping ends what was started and nothing else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lilicorr.provenance import write_json
+from pipelines import local
+from pipelines.lock import process_start
+
+# A leader that starts a child in a session of its own, and ignores SIGTERM as a hanging process would.
+LEADER = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+children = [subprocess.Popen(sleep, start_new_session=apart) for apart in (False, True)]
+print(*[child.pid for child in children], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has nothing to do with the head."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def start_leader(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A stand-in for `ray start --block` with its record, and the ids of its children."""
+    leader = subprocess.Popen([sys.executable, "-c", LEADER], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert leader.stdout is not None
+    children = [int(word) for word in leader.stdout.readline().split()]
+    (folder / "temporary").mkdir()
+    record = {"temporary": str(folder / "temporary"), "process": local.identity(leader.pid), "dashboard": "http://127.0.0.1:1"}
+    write_json(folder / "head.json", record)
+    return leader, children
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; waits a little."""
+    deadline = time.monotonic() + 10
+    while process_start(pid) is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return process_start(pid) is None
+
+
+def test_stop_ends_the_head_and_what_it_started(
+    tmp_path: Path, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "STOP_TIMEOUT_S", 0.3)
+    leader, children = start_leader(tmp_path)
+    assert local.stop(tmp_path) == 3
+    leader.wait()
+    assert all(gone(pid) for pid in children)
+    assert bystander.poll() is None
+    assert not (tmp_path / "head.json").exists() and not (tmp_path / "temporary").exists()
+    assert local.stop(tmp_path) == 0
+
+
+def test_stop_ends_the_rest_of_a_head_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "STOP_TIMEOUT_S", 0.3)
+    leader, children = start_leader(tmp_path)
+    leader.kill()
+    leader.wait()
+    try:
+        assert local.read_head(tmp_path) is None
+        assert local.stop(tmp_path) == 1  # the child of its session; the other one can no longer be told
+        assert gone(children[0])
+    finally:
+        os.kill(children[1], 9)
+
+
+def test_stop_leaves_a_process_that_got_the_id_later(tmp_path: Path, bystander: subprocess.Popen[bytes]) -> None:
+    earlier = {"pid": bystander.pid, "started": process_start(bystander.pid) - 100}
+    write_json(tmp_path / "head.json", {"temporary": str(tmp_path / "none"), "process": earlier})
+    assert local.stop(tmp_path) == 0
+    assert bystander.poll() is None
+
+
+def test_the_token_is_made_once_and_private(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / ".ray"
+    variables = local.environment(folder)
+    token = Path(variables["RAY_AUTH_TOKEN_PATH"])
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text()) == 64
+    first = token.read_text()
+    assert local.environment(folder) == variables and token.read_text() == first
+    assert variables["RAY_AUTH_MODE"] == "token" and variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+
+
+def test_a_free_port_is_outside_rays_own_and_not_in_use() -> None:
+    taken: set[int] = set()
+    first = local.free_port(taken)
+    assert first not in range(10_002, 20_000) and taken == {first}
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", first))
+        server.listen()
+        assert not local.is_free(first)
+        assert local.free_port(set()) != first
+    assert local.free_port(taken) != first
+
+
+def test_an_action_without_options_refuses_them() -> None:
+    script = str(Path(local.__file__))
+    done = subprocess.run([sys.executable, script, "status", "--profile", "demo"], capture_output=True, text=True)
+    assert done.returncode == 2 and "status takes no --profile demo" in done.stderr

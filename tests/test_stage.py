@@ -1,0 +1,282 @@
+"""Stage markers: when a stage is skipped, why it runs, what it depends on; and the lock of a run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lilicorr.config import PipelineConfig, PromptConfig, TrainConfig, with_overrides
+from lilicorr.provenance import write_json
+from pipelines import full
+from pipelines.lock import Lock, LockedError, process_start, read_owner, why_dead
+from pipelines.stage import (
+    MARKER,
+    Stage,
+    argument_parser,
+    decide,
+    drive,
+    duration,
+    list_outputs,
+    plan,
+    read_marker,
+    relevant,
+    resolve_config,
+    run_stage,
+    select,
+)
+
+
+def writer(name: str, content: str = "1") -> Stage:
+    """A stage that writes one file."""
+
+    def run(config: PipelineConfig) -> dict[str, Any]:
+        (config.directory / name / "out.txt").write_text(content)
+        return {"length": len(content)}
+
+    fields, inputs = {"prepare": (("prompts",), ()), "train": (("train",), ("prepare",))}[name]
+    return Stage(name, run, fields, inputs, ignored=("train.num_workers",) if name == "train" else ())
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PipelineConfig:
+    return PipelineConfig(profile="p", run_dir=str(tmp_path))
+
+
+@pytest.fixture
+def done(config: PipelineConfig) -> tuple[Stage, Stage]:
+    """Two stages that have run."""
+    stages = (writer("prepare"), writer("train"))
+    assert [decision.reason for decision in drive(stages, config)] == ["not done yet", "not done yet"]
+    return stages
+
+
+def reasons(stages: tuple[Stage, ...], config: PipelineConfig) -> list[str]:
+    return [decision.reason if decision.runs else "skipped" for decision in plan(stages, config)]
+
+
+def test_a_second_run_does_nothing(config: PipelineConfig, done: tuple[Stage, Stage]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in config.directory.rglob("*/*")}
+    decisions = drive(done, config)
+    assert not any(decision.runs for decision in decisions)
+    assert all(decision.reason.startswith("same hash ") for decision in decisions)
+    assert {path: path.stat().st_mtime_ns for path in config.directory.rglob("*/*")} == before
+
+
+def test_the_marker_says_what_was_made_of_what(config: PipelineConfig, done: tuple[Stage, Stage]) -> None:
+    marker = read_marker(config, "train")
+    assert marker is not None
+    assert marker["outputs"][0]["path"] == "out.txt" and marker["outputs"][0]["size"] == 1
+    assert marker["metrics"] == {"length": 1}
+    assert marker["upstream"] == {"prepare": read_marker(config, "prepare")["content"]}
+    assert marker["config"]["train.batch_size"] == 64 and "train.num_workers" not in marker["config"]
+    assert marker["started"] <= marker["finished"] and marker["provenance"]["command"]
+
+
+def test_only_a_stage_that_reads_the_changed_key_runs(config: PipelineConfig, done: tuple[Stage, Stage]) -> None:
+    changed = with_overrides(config, ["train.batch_size=32", "train.seed=1"])
+    assert reasons(done, changed) == ["skipped", "config changed: train.batch_size 64 -> 32, train.seed 0 -> 1"]
+    assert reasons(done, with_overrides(config, ["train.num_workers=8", "deploy.port=1"])) == ["skipped", "skipped"]
+
+
+def test_a_stage_behind_one_that_runs_waits_for_its_result(config: PipelineConfig, done: tuple[Stage, Stage]) -> None:
+    changed = replace(config, prompts=PromptConfig(max_chars=10))
+    assert reasons(done, changed) == [
+        "config changed: prompts.max_chars None -> 10",
+        "unless prepare makes the same as before",
+    ]
+    assert [decision.runs for decision in drive(done, changed)] == [True, False]  # it made the same file again
+    other = (writer("prepare", "2"), done[1])
+    ran = drive(other, config)
+    assert [decision.runs for decision in ran] == [True, True] and ran[1].reason == "upstream changed: prepare"
+
+
+def test_other_reasons_to_run(config: PipelineConfig, done: tuple[Stage, Stage]) -> None:
+    output = config.directory / "train" / "out.txt"
+    output.write_text("12")
+    assert reasons(done, config)[1] == "output changed: out.txt has 2 bytes instead of 1"
+    output.unlink()
+    assert reasons(done, config)[1] == "output missing: out.txt"
+    output.write_text("1")
+    assert reasons(done, config)[1] == "skipped"
+    newer = (done[0], replace(done[1], version=2))
+    assert reasons(newer, config)[1] == "the stage's code changed: version 1 -> 2"
+    dead = (done[0], replace(done[1], problem=lambda _: "nobody answers"))
+    assert reasons(dead, config)[1] == "nobody answers"
+    (config.directory / "train" / MARKER).unlink()
+    assert reasons(done, config)[1] == "goes on from unfinished work"
+
+
+def test_force_starts_over_and_keeps_the_former_outputs(config: PipelineConfig, done: tuple[Stage, Stage]) -> None:
+    (config.directory / "train" / "precious").write_text("60 GPU hours")
+    (decision,) = drive([done[1]], config, forced=["train"])
+    assert decision.runs and decision.reason == "forced"
+    assert not (config.directory / "train" / "precious").exists()
+    (kept,) = (config.directory / "_replaced").glob("train-*/precious")
+    assert kept.read_text() == "60 GPU hours"
+
+
+def test_a_stage_without_its_inputs_is_an_error(config: PipelineConfig) -> None:
+    with pytest.raises(ValueError, match="train needs prepare, not finished in "):
+        drive([writer("train")], config)
+
+
+def test_a_failed_stage_leaves_no_marker(config: PipelineConfig, done: tuple[Stage, Stage]) -> None:
+    def fail(_: PipelineConfig) -> dict[str, Any]:
+        raise OSError("disk full")
+
+    changed = with_overrides(config, ["train.batch_size=32"])
+    with pytest.raises(OSError, match="disk full"):
+        drive([replace(done[1], run=fail)], changed)
+    assert read_marker(config, "train") is None
+    assert reasons(done, config)[1] == "goes on from unfinished work"
+
+
+def test_outputs_leave_out_what_comes_and_goes(tmp_path: Path) -> None:
+    for name in ("a.txt", "run/final/w", "run/checkpoints/step_1/w", "set.tmp-12/x", ".tmp-1", "dir/.hidden", MARKER):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert [output["path"] for output in list_outputs(tmp_path)] == ["a.txt", "run/final/w"]
+
+
+def test_the_real_stages_depend_on_each_other_in_order() -> None:
+    names = [stage.name for stage in full.STAGES]
+    assert names == ["prepare", "regenerate", "train", "evaluate", "deploy"]
+    for index, stage in enumerate(full.STAGES):
+        assert set(stage.inputs) <= set(names[:index])
+        values = relevant(stage, PipelineConfig(train=TrainConfig()))
+        for field in (*stage.fields, *stage.ignored):
+            assert with_a_field(field), field
+        assert values and not any(path.startswith(("run_dir", "profile")) for path in values)
+
+
+def with_a_field(path: str) -> bool:
+    """Whether the pipeline's config has the dotted `path`."""
+    node: Any = PipelineConfig()
+    for key in path.split("."):
+        if not hasattr(node, key):
+            return False
+        node = getattr(node, key)
+    return True
+
+
+def test_select_ranges_and_unknown_names() -> None:
+    stages = full.STAGES
+    assert [stage.name for stage in select(stages, "train", None)] == ["train", "evaluate", "deploy"]
+    assert [stage.name for stage in select(stages, None, "regenerate")] == ["prepare", "regenerate"]
+    with pytest.raises(ValueError, match="unknown stage 'trian'; the stages are prepare, "):
+        select(stages, "trian", None)
+    with pytest.raises(ValueError, match="prepare comes first"):
+        select(stages, "train", "prepare")
+
+
+def test_options_become_a_config_with_absolute_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parsed = argument_parser("x").parse_args(["--profile", "tiny", "--set", "train.seed=7", "--run-dir", "out"])
+    config = resolve_config(parsed)
+    assert config.train.seed == 7 and config.directory == tmp_path / "out" / "tiny"
+    own = tmp_path / "mine.yaml"
+    own.write_text("target: {source: random}\n")
+    config = resolve_config(argument_parser("x").parse_args(["--profile", str(own)]))
+    assert config.profile == "mine" and config.directory == tmp_path / "runs" / "mine"
+
+
+def test_run_stage_and_decide_agree_on_the_hash(config: PipelineConfig) -> None:
+    stage = writer("prepare")
+    marker = run_stage(stage, config, forced=False)
+    assert marker["hash"] in decide(stage, config).reason
+    assert run_stage(stage, with_overrides(config, ["prompts.max_chars=1"]), False)["hash"] != marker["hash"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.04, "0.0 s"), (59.9, "59.9 s"), (185, "3 min 05 s"), (7440, "2 h 04 min")]
+)
+def test_duration(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from pipelines.lock import Lock
+with Lock(Path(sys.argv[1]), heartbeat_s=0.05):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def holder(path: Path) -> subprocess.Popen[str]:
+    """A process that holds the lock."""
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", HOLD, str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_driver_is_refused_and_a_dead_one_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "_lock.json"
+    process = holder(path)
+    try:
+        owner = read_owner(path)
+        assert owner is not None and owner["pid"] == process.pid and why_dead(owner) is None
+        with pytest.raises(LockedError, match=f"in use by process {process.pid} on"), Lock(path):
+            pass
+    finally:
+        process.kill()
+        process.wait()
+    assert path.exists() and why_dead(owner) == "its process is gone"
+    with Lock(path) as lock:
+        assert read_owner(path)["token"] == lock.token
+    assert not path.exists()
+
+
+def test_a_lock_of_another_host_is_replaced_when_its_heartbeat_is_old(tmp_path: Path) -> None:
+    path = tmp_path / "_lock.json"
+    owner = {"token": "x", "pid": 1, "process_started": 1, "host": "elsewhere", "job": "lilicorr-1"}
+    path.write_text(json.dumps({**owner, "heartbeat": time.time() - 30}))
+    with pytest.raises(LockedError, match="in use by process 1 on elsewhere, job lilicorr-1"), Lock(path):
+        pass
+    path.write_text(json.dumps({**owner, "heartbeat": time.time() - 61}))
+    with Lock(path):
+        assert read_owner(path)["pid"] == os.getpid()
+
+
+def test_the_heartbeat_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "_lock.json"
+    with Lock(path, heartbeat_s=0.01):
+        first = read_owner(path)["heartbeat"]
+        deadline = time.monotonic() + 10
+        while read_owner(path)["heartbeat"] == first:
+            assert time.monotonic() < deadline, "no second heartbeat"
+            time.sleep(0.01)
+
+
+def test_a_driver_that_lost_its_lock_ends_and_leaves_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "_lock.json"
+    process = holder(path)
+    try:
+        deadline = time.monotonic() + 30
+        while process.poll() is None and time.monotonic() < deadline:
+            write_json(path, {**read_owner(path), "token": "somebody else"})  # again if a heartbeat came in between
+            time.sleep(0.5)
+        assert process.poll() == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+    assert read_owner(path)["token"] == "somebody else"
+
+
+def test_process_start_tells_the_living_from_the_dead() -> None:
+    assert process_start(os.getpid()) == process_start(os.getpid()) is not None
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert process_start(process.pid) is None
