@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lilicorr.chat import ChatError, answer_text, render_prompt
 from lilicorr.prompts import Conversation
-from lilicorr.target import Target
+from lilicorr.target import Target, TargetCache
 
 THINK_MARKERS = ("<think>", "</think>")
 
@@ -283,18 +282,7 @@ class TransformersGenerator:
             seen[row, width - len(request.prompt_ids) :] = 1
         return ids.to(self.target.device), seen.to(self.target.device)
 
-    def _forward(self, ids: Tensor, seen: Tensor, positions: Tensor, cache: Any) -> Tensor:
+    def _forward(self, ids: Tensor, seen: Tensor, positions: Tensor, cache: TargetCache) -> Tensor:
         """The greedy token after each row's last one [R]."""
-        output = self.target.model.base_model(
-            input_ids=ids,
-            attention_mask=seen,
-            position_ids=positions,
-            use_cache=True,
-            **{self.target._cache_argument: cache},
-        )
-        return self.target.logits(output.last_hidden_state[:, -1]).argmax(-1)
-
-
-def transformers_version() -> str:
-    """The engine's version, part of the fingerprint of a regeneration run."""
-    return transformers.__version__
+        output = self.target.forward(ids, cache, attention_mask=seen, positions=positions)
+        return self.target.logits(output.hidden[:, -1]).argmax(-1)

@@ -70,7 +70,8 @@ def acceptance_by_slot(results: dict[str, Any]) -> Figure:
         for index, system in enumerate(systems):
             values = results["systems"][system][name]["per_slot"]
             reached = [(slot, value) for slot, value in enumerate(values, start=1) if value is not None]
-            panel.plot(*zip(*reached), marker="o", markersize=3, color=_colour(index), label=system)
+            if reached:
+                panel.plot(*zip(*reached), marker="o", markersize=3, color=_colour(index), label=system)
         panel.set_title(name, fontsize=10)
         panel.set_xlabel("slot")
         panel.set_ylim(0, 1.02)

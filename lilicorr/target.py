@@ -11,7 +11,6 @@ transformers returns the normalised state instead (method of DFlash; paper secti
 from __future__ import annotations
 
 import inspect
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from lilicorr.blocks import wide
 from lilicorr.config import TargetConfig
+from lilicorr.wheels import cache_dir
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -142,13 +142,26 @@ class Target:
         return self.config.max_position_embeddings
 
     @torch.no_grad()
-    def forward(self, input_ids: Tensor, cache: TargetCache | None = None) -> TargetOutput:
+    def forward(
+        self,
+        input_ids: Tensor,
+        cache: TargetCache | None = None,
+        attention_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> TargetOutput:
         """Run [R, T] ids, appended to `cache` where one is given.
 
-        Right padding needs no mask: a causal model's states before the padding do not see it.
+        Right padding needs no mask: a causal model's states before the padding do not see it. Left-padded rows
+        do: `attention_mask` [R, cached + T] is 0 at padding, `positions` [R, T] count without it.
         """
         arguments = {self._cache_argument: cache} if cache is not None else {}
-        output = self.model.base_model(input_ids=input_ids, use_cache=cache is not None, **arguments)
+        output = self.model.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            use_cache=cache is not None,
+            **arguments,
+        )
         captured = [self._captured.pop(layer_id) for layer_id in self.layer_ids]
         hidden = output.last_hidden_state
         return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else hidden[..., :0])
@@ -180,11 +193,6 @@ def rope_theta(config: Any) -> float:
     """The RoPE base of a transformers config, under its new or its old name."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return float(parameters.get("rope_theta") or getattr(config, "rope_theta", 10_000.0))
-
-
-def cache_dir() -> Path:
-    """Where converted targets and downloaded packages are kept: $LILICORR_CACHE or ~/.cache/lilicorr."""
-    return Path(os.environ.get("LILICORR_CACHE") or Path.home() / ".cache" / "lilicorr")
 
 
 def resolve_target(config: TargetConfig) -> str:

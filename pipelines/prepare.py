@@ -54,8 +54,8 @@ def needed_packages(config: PipelineConfig) -> list[str]:
     """The pinned packages that the profile reads data from."""
     groups = []
     if config.prompts.source == "packages" and config.prompts.data_dir is None:
-        groups.append("prompts")
-    if any(name != "held_out" and "=" not in name for name in config.evaluate.sets):  # name=file is the user's own
+        groups += ["prompts", "benchmarks"]  # prompts that overlap with a benchmark are dropped
+    elif any(name != "held_out" and "=" not in name for name in config.evaluate.sets):  # name=file is the user's own
         groups.append("benchmarks")
     return [package for group in groups for package in wheels.GROUPS[group]]
 

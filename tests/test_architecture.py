@@ -42,7 +42,7 @@ ALLOWED = {
     "lattice": "blocks config kernels.*",
     "verify": "blocks config kernels.*",
     # the model
-    "target": "blocks config smollm2 tiny",
+    "target": "blocks config smollm2 tiny wheels",
     "drafter": "blocks config target",
     "anchors": "blocks config",
     "heads": "heads.*",

@@ -1,4 +1,4 @@
-"""Evaluation: the statistics on hand-made blocks, the bootstrap, the runs, resuming, and the pipeline's stage."""
+"""Evaluation: runs of tiny random systems, resuming, what must agree, and the pipeline's stage."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from lilicorr import decode, evaluate, plots
-from lilicorr.acceptance import Answer, BlockRecord, Sums, add_sums, answer_sums, figures, resamples, stack_sums
+from lilicorr import decode, evaluate
+from lilicorr.acceptance import Answer
 from lilicorr.checkpoint import save_draft_model
 from lilicorr.config import DrafterConfig, EvaluateConfig, SystemConfig, TargetConfig, from_dict
 from lilicorr.decode import SamplingParams
@@ -25,108 +24,6 @@ from lilicorr.tiny import byte_tokenizer
 
 HEAD_CONFIG = {"hidden_size": 16, "num_heads": 2, "factor_dim": 8}
 CONFIG = EvaluateConfig(max_new_tokens=12, bootstrap_samples=50)
-
-
-def hand_made() -> Answer:
-    """Nine tokens, the last one a stop token in the middle of the third block; S = 3, K = 2."""
-    blocks = [
-        # 11 12 13 expected: all three accepted, the bonus is 14
-        BlockRecord(1, [11, 12, 13], [[11, 0], [12, 0], [13, 0]], num_accepted=3),
-        # 15 16 17 expected: the second draft is wrong, though its candidate was there; top-1 fails at once
-        BlockRecord(5, [15, 99, 17], [[98, 15], [99, 16], [97, 96]], num_accepted=1),
-        # 17 18 expected, where 18 ends the answer; a third draft was accepted behind it
-        BlockRecord(7, [17, 18, 19], [[17, 0], [0, 1], [19, 0]], num_accepted=3),
-    ]
-    return Answer([10, 11, 12, 13, 14, 15, 16, 17, 18], 3, 8, 2.0, blocks)
-
-
-def test_sums_of_hand_made_blocks():
-    sums = answer_sums(hand_made(), num_slots=3, num_candidates=2)
-    assert {name: value.tolist() for name, value in sums.items()} == {
-        "tokens": 9,
-        "seconds": 2.0,
-        "blocks": 3,
-        "block_tokens": 8,
-        "reached": [3, 3, 1],  # the third block's slot 3 is behind the end, the second's was not reached
-        "accepted": [3, 2, 1],
-        "oracle_prefix": 3 + 2 + 1,
-        "selected_prefix": 3 + 1 + 2,
-        "top1_prefix": 3 + 0 + 1,
-    }
-    nothing = answer_sums(Answer([7], 0, 0, 1.0, []), num_slots=3, num_candidates=2)
-    assert nothing["reached"].tolist() == [0, 0, 0] and nothing["oracle_prefix"] == 0
-    plain = answer_sums(Answer([7, 8, 9], 2, 2, 1.0, []), num_slots=0, num_candidates=0)
-    assert plain["reached"].tolist() == [] and plain["tokens"] == 3
-    assert add_sums([sums, nothing])["tokens"] == 10
-
-
-def table(tokens: list[float], blocks: list[float], seconds: list[float]) -> Sums:
-    """A table of P prompts without slots."""
-    columns = dict(tokens=tokens, block_tokens=tokens, blocks=blocks, seconds=seconds)
-    prefixes = dict.fromkeys(("oracle_prefix", "selected_prefix", "top1_prefix"), np.zeros(len(tokens)))
-    by_slot = {name: np.zeros((len(tokens), 0)) for name in ("reached", "accepted")}
-    return {name: np.array(values) for name, values in columns.items()} | prefixes | by_slot
-
-
-def test_figures_are_weighted_by_blocks_and_speed_is_relative_to_autoregression():
-    first = answer_sums(hand_made(), 3, 2)
-    second = answer_sums(Answer([1, 2, 3], 1, 2, 1.0, [BlockRecord(1, [2, 9, 9], [[2, 3]] * 3, 1)]), 3, 2)
-    plain = table([9, 3], [9, 3], [6.0, 6.0])
-    dflash = table([8, 2], [4, 2], [1.0, 1.0])
-    found = figures(stack_sums([first, second]), plain, dflash, resamples(2, 100, seed=0))
-    assert found["tau"] == 10 / 4 and found["num_blocks"] == 4 and found["num_prompts"] == 2
-    assert found["per_slot"] == [1.0, 2 / 4, 1.0]
-    assert (found["oracle_prefix"], found["selected_prefix"], found["top1_prefix"]) == (8 / 4, 7 / 4, 5 / 4)
-    assert found["tokens_per_s"] == 12 / 3 and found["speedup"] == 4.0
-    assert found["tau_gain_over_dflash"] == pytest.approx(10 / 4 - 10 / 6)
-    assert found["tau_gain_over_dflash_percent"] == pytest.approx(50.0)
-    assert found["tau_ci95"] == [2.0, 8 / 3]  # of one prompt twice, and of the other
-    assert found["speedup_ci95"] == [3.0, 6.0]
-
-
-def test_figures_without_data_are_none():
-    empty = answer_sums(Answer([1], 0, 0, 1.0, []), 2, 2)
-    found = figures(stack_sums([empty]), table([1], [0], [1.0]), None, resamples(1, 20, seed=0))
-    assert found["tau"] is None and found["tau_ci95"] is None and found["per_slot"] == [None, None]
-    assert found["speedup"] == 1.0 and "tau_gain_over_dflash" not in found
-    json.dumps(found, allow_nan=False)
-    plain = figures(table([5], [4], [1.0]), table([5], [4], [1.0]), None, resamples(1, 20, seed=0))
-    assert plain["oracle_prefix"] is None and plain["per_slot"] == []
-
-
-def test_resamples_draw_every_prompt_equally_often_and_repeat_with_the_seed():
-    counts = resamples(30, 4000, seed=1)
-    assert (counts.sum(1) == 30).all() and abs(counts.mean(0) - 1).max() < 0.1
-    assert np.array_equal(counts, resamples(30, 4000, seed=1))
-    assert not np.array_equal(counts, resamples(30, 4000, seed=2))
-
-
-def test_the_interval_of_a_gain_is_paired():
-    """Prompts differ much more than systems: only pairing can see a gain that is the same on all of them."""
-    rng = np.random.default_rng(3)
-    blocks = np.full(60, 10.0)
-    base = rng.uniform(15, 60, size=60)
-    dflash, ours, plain = table(base, blocks, base), table(base + 3, blocks, base), table(base, blocks, 2 * base)
-    found = figures(ours, plain, dflash, resamples(60, 1000, seed=4))
-    low, high = found["tau_gain_over_dflash_ci95"]
-    assert low == pytest.approx(0.3) and high == pytest.approx(0.3)
-    assert found["tau_ci95"][1] - found["tau_ci95"][0] > 0.5
-    speed = figures(dflash, plain, None, resamples(60, 1000, seed=4))
-    assert speed["speedup_ci95"] == [pytest.approx(2.0), pytest.approx(2.0)]
-
-
-def test_intervals_cover_a_known_difference_as_often_as_they_say():
-    rng = np.random.default_rng(5)
-    blocks, trials, covered = np.full(50, 10.0), 300, 0
-    for trial in range(trials):
-        base = rng.normal(40, 8, size=50)
-        dflash, ours = table(base, blocks, base), table(base + rng.normal(4, 6, size=50), blocks, base)
-        low, high = figures(ours, dflash, dflash, resamples(50, 300, seed=trial))["tau_gain_over_dflash_ci95"]
-        covered += low <= 0.4 <= high
-    assert 0.89 < covered / trials < 0.985
-
-
-# What follows decodes with tiny random models.
 
 
 @pytest.fixture
@@ -329,29 +226,6 @@ def test_recorded_blocks_add_up_to_the_answer(chat_target: Target):
         assert [ids[0] for ids in block.candidates] == block.drafts  # of the argmax head
     sums = system.sums([answer])
     assert sums["selected_prefix"] == sums["accepted"].sum() == sums["top1_prefix"]
-
-
-def test_plots_show_the_numbers_of_the_files(tmp_path: Path, chat_target: Target):
-    results = run(chat_target, {"held_out": [ask("a", "one"), ask("b", "two")], "chat": [ask("c", "three")]})
-    (tmp_path / "evaluate").mkdir()
-    (tmp_path / "evaluate" / "results.json").write_text(json.dumps(results))
-    for name in ("dflash", "lilicorr"):
-        folder = tmp_path / "train" / name
-        folder.mkdir(parents=True)
-        lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5, "tau": 1.7}, {"step": 3, "loss": 1.2}]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    paths = plots.draw_plots(tmp_path / "evaluate", tmp_path / "train")
-    assert [path.name for path in paths] == ["tau.png", "slots.png", "training.png"]
-    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in paths)
-
-    bars = plots.tau_by_set(results).axes[0].patches
-    expected = [results["systems"][s][name]["tau"] for s in ("dflash", "lilicorr") for name in ("held_out", "chat")]
-    assert [bar.get_height() for bar in bars] == expected
-    curve = plots.acceptance_by_slot(results).axes[0].lines[0].get_ydata()
-    assert list(curve) == [v for v in results["systems"]["dflash"]["held_out"]["per_slot"] if v is not None]
-    metrics = {"lilicorr": plots.read_metrics(tmp_path / "train" / "lilicorr" / "metrics.jsonl")}
-    loss, tau = plots.training_curves(metrics).axes
-    assert list(loss.lines[0].get_xdata()) == [1, 2, 3] and list(tau.lines[0].get_ydata()) == [1.7]
 
 
 def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from conftest import make_target
 from fake_shards import turn, write_shard
 from lilicorr.checkpoint import save_draft_model
 from lilicorr.config import DrafterConfig, RunConfig, TrainConfig
@@ -35,6 +34,7 @@ from lilicorr.training import (
     start_drafter,
 )
 
+MakeTarget = Callable[..., Target]
 DRAFTER = DrafterConfig(num_layers=2, block_size=5, num_candidates=4)
 HEAD = {"hidden_size": 16, "num_heads": 2, "factor_dim": 16, "margin_blend": 0.5, "ramp_fraction": 0.5}
 CONFIG = TrainConfig(drafter=DRAFTER, precision="float32", batch_size=2, max_anchors=6, chunk_blocks=64, max_length=30)
@@ -77,8 +77,8 @@ def gradient_after(target: Target, training_set: TrainingSet, **changes: Any) ->
     return trainer.gradient
 
 
-def test_resume_is_bit_equal(tmp_path: Path) -> None:
-    target = make_target(dtype=torch.float32)
+def test_resume_is_bit_equal(tmp_path: Path, target_factory: MakeTarget) -> None:
+    target = target_factory(dtype=torch.float32)
     training_set = make_set(tmp_path)
     whole = make_trainer(target, training_set, "run")
     expected = train(whole, range(6))
@@ -127,7 +127,7 @@ def test_micro_batches_and_chunks_and_recomputation_change_nothing(tmp_path: Pat
     assert (trainer.gradient - expected).abs().max() < 1e-12
 
 
-def rank_gradients(rank: int, folder: Path, batch_sizes: tuple[int, ...]) -> None:
+def rank_gradients(rank: int, folder: Path, batch_sizes: tuple[int, ...], make_target: MakeTarget) -> None:
     """One of two ranks: leave its gradient and metrics for every batch size."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
@@ -140,10 +140,10 @@ def rank_gradients(rank: int, folder: Path, batch_sizes: tuple[int, ...]) -> Non
     dist.destroy_process_group()
 
 
-def test_ranks_change_nothing(tmp_path: Path, tiny_target: Target) -> None:
+def test_ranks_change_nothing(tmp_path: Path, tiny_target: Target, target_factory: MakeTarget) -> None:
     """Two ranks with a row each, three rows on two ranks, and a rank without a row: the gradient of one process."""
     training_set, sizes = make_set(tmp_path), (2, 3, 1)
-    mp.start_processes(rank_gradients, args=(tmp_path, sizes), nprocs=2, start_method="fork")
+    mp.start_processes(rank_gradients, args=(tmp_path, sizes, target_factory), nprocs=2, start_method="fork")
     for size in sizes:
         trainer = make_trainer(tiny_target, training_set, max_grad_norm=1e9, batch_size=size)
         metrics = trainer.step(0)
@@ -154,8 +154,8 @@ def test_ranks_change_nothing(tmp_path: Path, tiny_target: Target) -> None:
             assert found["metrics"]["blocks"] == metrics["blocks"] > 0
 
 
-def test_cached_features_are_those_computed_each_time(tmp_path: Path) -> None:
-    target, training_set = make_target(dtype=torch.float32), make_set(tmp_path)
+def test_cached_features_are_those_computed_each_time(tmp_path: Path, target_factory: MakeTarget) -> None:
+    target, training_set = target_factory(dtype=torch.float32), make_set(tmp_path)
     online = make_trainer(target, training_set, micro_batch_size=1)
     cached = make_trainer(target, training_set, micro_batch_size=1, cache_features=True)
     for step in range(6):
@@ -176,8 +176,8 @@ def test_a_cache_larger_than_the_machine_is_refused(tmp_path: Path, tiny_target:
         make_trainer(tiny_target, training_set, cache_features=True)
 
 
-def test_start_from_takes_the_drafter_and_nothing_else(tmp_path: Path) -> None:
-    target = make_target(dtype=torch.float32)
+def test_start_from_takes_the_drafter_and_nothing_else(tmp_path: Path, target_factory: MakeTarget) -> None:
+    target = target_factory(dtype=torch.float32)
     source = make_model(target, "argmax")
     for parameter in source.parameters():
         torch.nn.init.normal_(parameter)
@@ -240,8 +240,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights(tmp_path
     assert torch.equal(trainer.parameters["drafter.fc.weight"], before) and trainer.done == 0
 
 
-def test_autocast_keeps_fp32_parameters_and_moments(tmp_path: Path) -> None:
-    target = make_target(dtype=torch.bfloat16)
+def test_autocast_keeps_fp32_parameters_and_moments(tmp_path: Path, target_factory: MakeTarget) -> None:
+    target = target_factory(dtype=torch.bfloat16)
     model = make_model(target).float()
     trainer = Trainer(target, make_set(tmp_path), replace(CONFIG, precision="bfloat16"), RUN, model)
     before = trainer.parameters["drafter.layers.0.self_attn.q_norm.weight"].clone()
@@ -312,9 +312,7 @@ def test_the_log_is_cut_at_the_restored_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("restricted", [False, True])
-def test_an_overfitted_draft_model_is_accepted(
-    tmp_path: Path, target_factory: Callable[..., Target], restricted: bool
-) -> None:
+def test_an_overfitted_draft_model_is_accepted(tmp_path: Path, target_factory: MakeTarget, restricted: bool) -> None:
     """The whole path: greedy answers of the target, training on them, decoding, nearly full blocks."""
     target = target_factory(dtype=torch.float32)
     prompts = [[i + 1, 2 * i + 3, 40 - i, 7] for i in range(2)]

@@ -16,6 +16,7 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # the default writes a token into the home folder
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on the loopback interface only
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # the default of 15 starves the workers on a machine with other work
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
 

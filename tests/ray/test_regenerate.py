@@ -244,13 +244,11 @@ class Traced(ReplayGenerator):
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_a_killed_actor_costs_its_open_shard_and_a_slow_row_nobody_else(config: PipelineConfig, by_value: None) -> None:
     trace = config.directory / "trace"
     trace.mkdir()
-    seven, nine = (
-        next(c.cid for c in conversations(22) if f"question {i}.0" in c.messages[0]["content"]) for i in (7, 9)
-    )
+    killed = next(c.cid for c in conversations(22) if c.messages[0]["content"] == "question 7.0")
 
     def make_traced(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, ReplayGenerator]:
         return byte_tokenizer(), Traced(trace, others=5)
@@ -259,14 +257,9 @@ def test_a_killed_actor_costs_its_open_shard_and_a_slow_row_nobody_else(config: 
     assert found(config) == expected(config) and numbers["ok"] == 22
     assert (trace / "killed").exists() and (trace / "slow").exists()
     plan = shards.read_plan(folder_of(config))
-
-    def attempt(cid: str) -> int:
-        shard = [s for s in plan.shards if s.id <= cid][-1]
-        return shards.read_manifest(folder_of(config), shard)["attempt"]
-
-    assert attempt(seven) == 2
     retried = [shards.read_manifest(folder_of(config), s)["attempt"] for s in plan.shards]
-    assert sorted(retried) == [1, 1, 1, 1, 1, 2] or attempt(nine) == 2
+    assert sorted(retried) == [1, 1, 1, 1, 1, 2]
+    assert retried[[shard.id <= killed for shard in plan.shards].count(True) - 1] == 2
     processes = len(list(trace.glob("pid-*")))
     assert processes == 3  # two actors, one of them twice
     assert regenerate.run(config, make_traced) == numbers
@@ -296,7 +289,7 @@ def make_slow(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, ReplayGe
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_a_killed_driver_is_continued(config: PipelineConfig, by_value: None) -> None:
     import ray
 
@@ -304,7 +297,7 @@ def test_a_killed_driver_is_continued(config: PipelineConfig, by_value: None) ->
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, address, config.run_dir], cwd="/", start_new_session=True)
     manifests = folder_of(config) / "manifest"
     try:
-        wait_for(lambda: len(list(manifests.glob("*.json"))) >= 2, 120)
+        wait_for(lambda: len(list(manifests.glob("*.json"))) >= 2, 200)
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
@@ -317,7 +310,7 @@ def test_a_killed_driver_is_continued(config: PipelineConfig, by_value: None) ->
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_too_few_resources_are_an_error_at_once(config: PipelineConfig, ray_cluster: None) -> None:
     start = time.monotonic()
     with pytest.raises(ValueError, match=r"asks for 3 GPU \(3 actors x 1\), the cluster has 0; .*gpus_per_actor"):

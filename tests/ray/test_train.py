@@ -275,13 +275,13 @@ def test_a_killed_worker_changes_nothing(
     config: PipelineConfig, tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGKILL between two checkpoints; the run ends with the weights of one that was left alone."""
-    runs = {"lilicorr": replace(RUNS["lilicorr"], start_from=None, steps=60)}
-    config = with_train(config, runs=runs, checkpoint_steps=10, batch_size=8)
+    runs = {"lilicorr": replace(RUNS["lilicorr"], start_from=None, steps=40)}
+    config = with_train(config, runs=runs, checkpoint_steps=5, batch_size=4)
     folder = config.directory / "train" / "lilicorr"
     killed: list[int] = []
 
     def ready() -> bool:
-        return (folder / "checkpoints" / "step_10").is_dir() and len(entries(config, "lilicorr")) >= 13
+        return (folder / "checkpoints" / "step_5").is_dir() and len(entries(config, "lilicorr")) >= 8
 
     killer = threading.Thread(target=kill_worker_when, args=(ready, killed), daemon=True)
     killer.start()
@@ -290,9 +290,9 @@ def test_a_killed_worker_changes_nothing(
     assert killed
     log = entries(config, "lilicorr")
     resumed = [entry["step"] for entry in log if "resumed" in entry]
-    assert len(resumed) == 1 and resumed[0] >= 10 and resumed[0] % 10 == 0
-    assert [entry["step"] for entry in log if "loss" in entry] == list(range(1, 61))
-    assert result["steps"] == 60
+    assert len(resumed) == 1 and resumed[0] >= 5 and resumed[0] % 5 == 0
+    assert [entry["step"] for entry in log if "loss" in entry] == list(range(1, 41))
+    assert result["steps"] == 40
 
     alone = replace(config, profile="alone")
     (tmp_path / "alone").mkdir()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import uvicorn
 from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
 from lilicorr.blocks import Proposal, Verdict
@@ -21,6 +22,7 @@ from serve_app.detokenize import token_table
 from serve_app.replica import ReferenceEngine, Replica
 
 UNICODE = "ď 똻 👩‍👩‍👧 🙂🙂 漢字"
+CHAT = "/v1/chat/completions"
 MAX_MODEL_LEN = 4096
 NUM_SLOTS = 5  # the fake drafts so many and has the first `block - 1` accepted
 
@@ -115,3 +117,17 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
         time.sleep(0.01)
+
+
+def body(text: Any = "hello there", **fields: Any) -> dict[str, Any]:
+    """A request of one user message."""
+    return {"model": "echo", "messages": [{"role": "user", "content": text}], **fields}
+
+
+def refused(client: TestClient, status: int = 400, **request: Any) -> dict[str, Any]:
+    """The error of a request that is refused with `status`."""
+    response = client.post(CHAT, **request)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["message"] and error["type"]
+    return error
