@@ -4,14 +4,14 @@
 # make test                  set up and run the tests (make test-slow: the opt-in ones)
 #
 # PYTHON     the Python (3.11 or newer) that .venv is made of
-# TORCH      what is installed first on a machine without an NVIDIA GPU, so that no CUDA build is drawn in
+# TORCH      installed first on a machine without an NVIDIA GPU; name a CPU build if your index has one
 # ARGS       more options for pipelines/full.py, e.g. ARGS="--until evaluate --set train.seed=1"
 
 PYTHON ?= python3
 PROFILE ?= demo
 RUNS ?= $(CURDIR)/runs
 ARGS ?=
-TORCH ?= torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
+TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)

@@ -35,6 +35,11 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def prefix_length(matches: Tensor) -> Tensor:
+    """Length of the leading run of true along the last axis, [..., S] -> [...] int64."""
+    return matches.long().cumprod(dim=-1).sum(dim=-1)
+
+
 @dataclass(frozen=True)
 class BlockSpec:
     """What target, drafter and head must agree on about a block."""

@@ -102,7 +102,10 @@ class DraftModel(nn.Module):
         return terms
 
     def _draft_output(self, anchor_ids: Tensor, hidden: Tensor, context: Tensor, valid: Tensor) -> DraftOutput:
-        logits = nn.functional.linear(hidden, self.draft_rows.to(hidden.dtype))
+        # autocast casts the table itself; widening it first would copy it in every chunk
+        autocast = torch.is_autocast_enabled(hidden.device.type)
+        rows = self.draft_rows if autocast else self.draft_rows.to(hidden.dtype)
+        logits = nn.functional.linear(hidden, rows)
         return DraftOutput(anchor_ids, hidden, logits, context, valid, self.embed, self.vocab_ids)
 
     def new_context(self, max_length: int) -> ContextCache:

@@ -75,11 +75,6 @@ def oracle_prefix(token_ids: Tensor, labels: BlockLabels) -> tuple[Tensor, Tenso
     return matches.int().argmax(dim=-1), covered.int().cumprod(dim=-1).bool()
 
 
-def prefix_length(matches: Tensor) -> Tensor:
-    """Length of the leading run of true along the last axis, [..., S] -> [...] int64."""
-    return matches.long().cumprod(dim=-1).sum(dim=-1)
-
-
 def greedy_walk(anchor_scores: Tensor, pair_scores: Tensor) -> Tensor:
     """Eq. (8): commit each slot to the best continuation of the one before it.
 

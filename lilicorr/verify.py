@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lilicorr.blocks import Proposal, Verdict
+from lilicorr.blocks import Proposal, Verdict, prefix_length
 
 # Purposes of a draw; each position has one independent uniform per purpose.
 TARGET_DRAW, ACCEPT_TEST, PROPOSAL_DRAW = 0, 1, 2
@@ -153,7 +153,7 @@ def _verify_point_mass(
         own = draw(target_probs(target_logits, sampling), uniform(seeds, positions, TARGET_DRAW))
     else:
         own = target_logits.argmax(-1)
-    num_accepted = _leading(own[:, :-1] == proposal.token_ids)
+    num_accepted = prefix_length(own[:, :-1] == proposal.token_ids)
     return Verdict(num_accepted, own.gather(1, num_accepted[:, None])[:, 0])
 
 
@@ -169,7 +169,7 @@ def _verify_drawn(
         q_token = q.gather(2, token_ids[..., None])[..., 0]
     else:
         q_token = (q * (support_ids == token_ids[..., None])).sum(-1)
-    num_accepted = _leading(uniform(seeds, positions, ACCEPT_TEST)[:, :num_slots] * q_token < p_token)
+    num_accepted = prefix_length(uniform(seeds, positions, ACCEPT_TEST)[:, :num_slots] * q_token < p_token)
 
     at = num_accepted[:, None]
     p_next = p.gather(1, at[..., None].expand(-1, -1, p.shape[2]))[:, 0].double()
@@ -181,8 +181,3 @@ def _verify_drawn(
         residual = p_next.scatter_add(1, support_ids.gather(1, slot)[:, 0], -q_next).clamp_min(0)
     law = torch.where(residual.sum(-1, keepdim=True) < MIN_RESIDUAL, p_next, residual)
     return Verdict(num_accepted, draw(law, uniform(seeds, positions, TARGET_DRAW).gather(1, at)[:, 0]))
-
-
-def _leading(matches: Tensor) -> Tensor:
-    """Length of the leading run of true: bool [N, S] -> int64 [N]."""
-    return matches.long().cumprod(-1).sum(-1)

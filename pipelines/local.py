@@ -87,9 +87,8 @@ def connect(run_directory: Path) -> None:
     head = None if "RAY_ADDRESS" in os.environ else read_head(folder)
     if head is not None:
         os.environ.update(environment(folder))  # this head wants its token, whatever the user's mode is
-    from ray._raylet import Config
-
     import ray
+    from ray._raylet import Config
 
     if ray.is_initialized():
         return
@@ -97,7 +96,8 @@ def connect(run_directory: Path) -> None:
     if "RAY_ADDRESS" in os.environ:
         ray.init()
     elif head is not None:
-        ray.init(address=head["address"])
+        # Workers that look for "the" cluster of this machine find this one.
+        ray.init(address=head["address"], runtime_env={"env_vars": {"RAY_ADDRESS": head["address"]}})
     else:
         temporary = tempfile.mkdtemp(prefix="lilicorr-")  # short: the path of a socket has at most 107 bytes
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
@@ -266,7 +266,7 @@ def demo(folder: Path, arguments: list[str]) -> int:
     os.environ.pop("RAY_ADDRESS", None)
     job = f"lilicorr-{uuid.uuid4().hex[:8]}"
     commit, dirty = source_version(ROOT)
-    variables = {"COLUMNS": "120", "PYTHONUNBUFFERED": "1", "LILICORR_JOB": job}
+    variables = {"COLUMNS": "120", "PYTHONUNBUFFERED": "1", "LILICORR_JOB": job, "RAY_ADDRESS": head["address"]}
     if commit:
         variables[COMMIT_VARIABLE] = f"{commit}+dirty" if dirty else commit
     runtime = {"excludes": list(EXCLUDED), "env_vars": variables}

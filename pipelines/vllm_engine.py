@@ -1,9 +1,9 @@
 """The vLLM engine of regeneration: tokens in, tokens out, greedy, continuously batched.
 
-Place in the flow: `pipelines/regenerate.py` makes one `VLLMGenerator` per actor, on a GPU in production. The
-CPU build of vLLM works as well, in this process and without compilation. Requests are stepped here rather
-than through `LLM.generate`, so that a finished turn is followed by the next one while others still run; the
-conversation's earlier turns are found in the prefix cache.
+Place in the flow: `pipelines/regenerate.py` makes one `VLLMGenerator` per actor, on a GPU in production; the
+CPU build of vLLM works as well, without compilation. Requests are stepped here rather than through
+`LLM.generate`, so that a finished turn is followed by the next one while others still run; the conversation's
+earlier turns are found in the prefix cache.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class VLLMGenerator:
 
     def __init__(self, config: PipelineConfig) -> None:
         has_gpu = torch.cuda.is_available()
-        if not has_gpu:  # read when vllm is imported
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        # The engine lives in this process: when the actor ends, no child of it keeps the GPU's memory.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, read by the CPU build only
         from vllm import EngineArgs, LLMEngine, SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from lilicorr.blocks import BlockLabels, DraftOutput
-from lilicorr.lattice import candidates, exact_walk, greedy_walk, oracle_prefix, prefix_length
+from lilicorr.blocks import BlockLabels, DraftOutput, prefix_length
+from lilicorr.lattice import candidates, exact_walk, greedy_walk, oracle_prefix
 
 
 def make_draft(logits: torch.Tensor, vocab_ids: torch.Tensor | None = None) -> DraftOutput:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lilicorr.blocks import BlockLabels, DraftOutput, LossTerm, Proposal
+from lilicorr.blocks import BlockLabels, DraftOutput, LossTerm, Proposal, prefix_length
 from lilicorr.config import ArgmaxConfig
 from lilicorr.heads.base import Head, label_index
-from lilicorr.lattice import log_probs_at, prefix_length
+from lilicorr.lattice import log_probs_at
 from lilicorr.losses import block_cross_entropy, diagnostic
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal, wide
+from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal, prefix_length, wide
 from lilicorr.config import LiLiCorrConfig
 from lilicorr.heads.base import Head, label_index
 from lilicorr.lattice import (
@@ -22,7 +22,6 @@ from lilicorr.lattice import (
     candidates,
     log_probs_at,
     oracle_prefix,
-    prefix_length,
     top_index,
 )
 from lilicorr.losses import (

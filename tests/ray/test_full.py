@@ -22,8 +22,8 @@ from pipelines import local
 from pipelines.stage import PROFILES, read_marker
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 300.0
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
+WAIT_S = 600.0
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(2400)]
 
 Sign = Callable[[Path], bool]
 # What shows that a stage is in the middle of its work, in the run directory.
@@ -50,7 +50,7 @@ def write_profile(path: Path) -> None:
     values["train"]["checkpoint_steps"] = 2
     values["evaluate"] |= {"max_new_tokens": 16, "systems": {"autoregressive": {}, "lilicorr": {"run": "lilicorr"}}}
     values["deploy"]["port"] = local.free_port(set())
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")  # runs are in order
 
 
 @pytest.fixture(scope="module")

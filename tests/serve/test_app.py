@@ -55,6 +55,7 @@ def endpoint(folders: tuple[Path, Path]) -> Iterator[str]:
     os.environ.update(RAY_VARIABLES)  # before the first import of ray
     import ray
     from ray import serve
+
     from serve_app.app import AppArgs, build_app
 
     ray.init(
