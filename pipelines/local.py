@@ -45,7 +45,7 @@ MIN_CPUS = 4  # logical: Serve, a trainer, its worker and an actor have to fit o
 OBJECT_STORE_BYTES = 500_000_000
 SERVE_PORT = 8000  # of Ray Serve and of the profiles
 START_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 10.0
 EXCLUDED = (".venv", "runs", ".git", "build", "__pycache__", "*.egg-info")
 
 
@@ -64,6 +64,7 @@ def environment(folder: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # the default of 15 starves the workers on a machine with other work
     }
 
 

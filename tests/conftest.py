@@ -1,8 +1,12 @@
-"""Shared fixtures: one thread per test process, and tiny random targets of both model families."""
+"""Shared fixtures: one thread per test process, tiny random targets of both families, and a local Ray instance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from lilicorr.target import Target, default_layer_ids
 
-FIXTURES = Path(__file__).parent / "fixtures"
+ROOT = Path(__file__).resolve().parents[1]
+RAY_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",  # the default writes a token into the home folder
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on the loopback interface only
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # the default of 15 starves the workers on a machine with other work
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -61,3 +72,28 @@ def target_factory() -> Callable[..., Target]:
 def tiny_target() -> Target:
     """Six random Qwen3 layers of width 32 in fp64, two of them captured, vocabulary 67, mask id 66, eos 65."""
     return make_target()
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    """A Ray instance of four logical CPUs and no dashboard; it ends with the module's tests, and no other one does."""
+    before = {name: os.environ.get(name) for name in RAY_ENVIRONMENT}
+    os.environ.update(RAY_ENVIRONMENT)
+    import ray  # reads the variables above when it is imported
+
+    folder = tempfile.mkdtemp(prefix="lr-", dir="/tmp")  # short: a socket's path has at most 107 bytes
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=150_000_000,
+        log_to_driver=False,
+        namespace=uuid.uuid4().hex,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+        _temp_dir=folder,
+    )
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)

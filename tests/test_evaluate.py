@@ -105,9 +105,7 @@ def test_turns_are_decoded_in_order_with_the_targets_own_reply_as_history(chat_t
     assert len(prompt.messages) == 3  # the prompt itself is left as it was
 
 
-def test_a_killed_run_goes_on_with_the_first_set_that_is_not_done(
-    chat_target: Target, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_killed_run_goes_on_with_the_first_set_that_is_not_done(chat_target: Target, monkeypatch: pytest.MonkeyPatch):
     sets = {"one": [ask("a", "x")], "two": [ask("b", "y")]}
     saved: list[dict[str, Any]] = []
 

@@ -43,7 +43,11 @@ def start_leader(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     assert leader.stdout is not None
     children = [int(word) for word in leader.stdout.readline().split()]
     (folder / "temporary").mkdir()
-    record = {"temporary": str(folder / "temporary"), "process": local.identity(leader.pid), "dashboard": "http://127.0.0.1:1"}
+    record = {
+        "temporary": str(folder / "temporary"),
+        "process": local.identity(leader.pid),
+        "dashboard": "http://127.0.0.1:1",
+    }
     write_json(folder / "head.json", record)
     return leader, children
 

@@ -288,6 +288,6 @@ def test_uniform_is_a_fixed_function_of_its_key():
     ],
 )
 def test_settings_out_of_range_are_named(values: dict):
-    (name, value), = values.items()
+    ((name, value),) = values.items()
     with pytest.raises(ValueError, match=f"{name}.*{value}"):
         check_sampling(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 0, **values})

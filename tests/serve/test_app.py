@@ -6,16 +6,14 @@ One local Ray instance for all of it, on free ports.
 from __future__ import annotations
 
 import codecs
-import os
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import openai
 import pytest
-from models import RAY_VARIABLES, ROOT, free_port, load, save_random_checkpoint
+from models import free_port, load, save_random_checkpoint
 
 from lilicorr.chat import answer_text, render_prompt
 from lilicorr.checkpoint import load_draft_model
@@ -50,23 +48,12 @@ def reference_texts(target: Path, checkpoint: Path, params: SamplingParams) -> l
 
 
 @pytest.fixture(scope="module")
-def endpoint(folders: tuple[Path, Path]) -> Iterator[str]:
+def endpoint(ray_cluster: None, folders: tuple[Path, Path]) -> Iterator[str]:
     """The URL of the application on a Ray instance of its own."""
-    os.environ.update(RAY_VARIABLES)  # before the first import of ray
-    import ray
     from ray import serve
 
     from serve_app.app import AppArgs, build_app
 
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=150_000_000,
-        namespace=uuid.uuid4().hex,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
-    )
     port = free_port()
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     target, checkpoint = folders
@@ -76,7 +63,6 @@ def endpoint(folders: tuple[Path, Path]) -> Iterator[str]:
     serve.run(build_app(arguments), name="lilicorr", route_prefix="/")
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
-    ray.shutdown()
 
 
 @pytest.mark.ray

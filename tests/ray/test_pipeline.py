@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -49,7 +50,9 @@ def write_profile(path: Path) -> None:
     del values["train"]["runs"]["dflash"]
     values["train"]["checkpoint_steps"] = 2
     values["evaluate"] |= {"max_new_tokens": 16, "systems": {"autoregressive": {}, "lilicorr": {"run": "lilicorr"}}}
-    values["deploy"]["port"] = local.free_port(set())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        values["deploy"]["port"] = probe.getsockname()[1]
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")  # runs are in order
 
 
@@ -57,9 +60,9 @@ def write_profile(path: Path) -> None:
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run directory with a Ray head of its own."""
     folder = tmp_path_factory.mktemp("full")
+    local.start(folder / ".ray")
     write_profile(folder / "killed.yaml")
     (folder / "alone.yaml").write_text((folder / "killed.yaml").read_text(encoding="utf-8"), encoding="utf-8")
-    local.start(folder / ".ray")
     yield folder
     assert local.stop(folder / ".ray") > 0
     shutil.rmtree(folder / "killed")
