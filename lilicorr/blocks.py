@@ -23,8 +23,7 @@ Paper: sections 3.1 (blocks, slots, anchor) and 3.2 (candidates).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -151,13 +150,3 @@ def add_terms(first: dict[str, LossTerm], second: dict[str, LossTerm]) -> dict[s
         return dict(second)
     assert first.keys() == second.keys(), f"terms differ: {sorted(first)} and {sorted(second)}"
     return {name: term + second[name] for name, term in first.items()}
-
-
-def take_blocks(record: Any, index: slice | Tensor, shared: tuple[str, ...] = ("embed", "lm_head", "vocab_ids")) -> Any:
-    """The given blocks of a `DraftOutput`, `BlockLabels` or `Proposal`; `shared` fields have no block axis."""
-    changes = {
-        field.name: getattr(record, field.name)[index]
-        for field in fields(record)
-        if field.name not in shared and isinstance(getattr(record, field.name), Tensor)
-    }
-    return replace(record, **changes)

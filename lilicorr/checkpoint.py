@@ -41,7 +41,6 @@ class HeadFormat:
 
     architecture: str
     prefix: str = ""  # of the head's tensors
-    renames: dict[str, str] = field(default_factory=dict)  # module name -> file name, where they differ
     config_fields: dict[str, str] = field(default_factory=dict)  # field of dflash_config -> field of the head's config
     candidates_field: str | None = None  # field of dflash_config that holds K
 
@@ -69,9 +68,7 @@ def checkpoint_tensors(draft_model: DraftModel) -> dict[str, Tensor]:
     """The draft model's tensors under the names a checkpoint gives them."""
     form = FORMATS[draft_model.head_name]
     head = draft_model.head.state_dict()
-    return draft_model.drafter.state_dict() | {
-        form.prefix + form.renames.get(name, name): tensor for name, tensor in head.items()
-    }
+    return draft_model.drafter.state_dict() | {form.prefix + name: tensor for name, tensor in head.items()}
 
 
 def save_draft_model(

@@ -154,7 +154,7 @@ class EvaluateConfig:
 
     sets: tuple[str, ...] = ("held_out", "humaneval", "mt_bench", "gsm8k_100", "aime25_25")
     systems: dict[str, SystemConfig] = field(default_factory=dict)
-    max_prompts: int | None = None  # per set
+    max_prompts: int | None = None  # per benchmark; held-out prompts are limited by prompts.max_held_out
     max_new_tokens: int = 1024
     temperature: float = 0.0
     bootstrap_samples: int = 10_000

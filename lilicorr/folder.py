@@ -20,8 +20,9 @@ ASIDE = ".tmp-"  # marks unfinished folders; nothing reads a folder with this in
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder beside `path`; it takes the place of `path` if the block ends without an error.
 
-    Every file is flushed to disk before the rename. A folder already at `path` is replaced as a whole;
-    after an error it is as it was, and the unfinished one is removed.
+    Every file is flushed to disk before the rename. A folder already at `path` is replaced as a whole; after
+    an error it is as it was, and the unfinished one is removed. A process killed between moving the former
+    folder away and the new one in leaves none at `path`, which readers take as work not done.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,6 +39,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         aside.rename(path)
         flush(path.parent)
     except BaseException:
+        if old.exists() and not path.exists():
+            old.rename(path)
         shutil.rmtree(aside, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)

@@ -56,7 +56,8 @@ def run(config: PipelineConfig) -> dict[str, Any]:
         write_json(path, {**results, "sets": sets, "provenance": provenance(config)})
 
     identity["target"] = described["files_hash"] or f"{described['source']}@{described['revision']}"
-    identity["device"] = target.device.type
+    identity |= {"device": target.device.type, "dtype": config.target.dtype}
+    identity["template_kwargs"] = config.target.template_kwargs
     results = run_sets(target, draft_models, prompts, config.evaluate, render, identity, previous, save)
     for plot in draw_plots(folder, config.directory / "train"):
         logger.info("drew %s", plot)
@@ -71,8 +72,8 @@ def load_sets(config: PipelineConfig) -> tuple[dict[str, list[Prompt]], dict[str
     for entry in config.evaluate.sets:
         name, _, file = entry.partition("=")
         if name == HELD_OUT:
-            # Ordered by content hash: the first ones are a random choice.
-            held_out = read_conversations(config.directory / "prepare" / "held_out.parquet", stop=limit)
+            # prompts.max_held_out says how many there are; every one of them has to match autoregression
+            held_out = read_conversations(config.directory / "prepare" / "held_out.parquet")
             prompts[name] = [Prompt(conversation.cid, conversation.messages) for conversation in held_out]
             facts[name] = {"name": name, "source": config.prompts.source, "prompts": len(held_out)}
         else:

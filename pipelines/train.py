@@ -98,7 +98,7 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, run_config in config.train.runs.items():
         start = results[run_config.start_from]["identity"] if run_config.start_from else None
-        identity = run_fingerprint(config.train, run_config, training_set, described, start)
+        identity = run_fingerprint(config.train, run_config, training_set, described, config.target.dtype, start)
         job = Job(config, name, identity)
         results[name] = finished(job)
         if results[name] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -266,12 +267,15 @@ def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.Mo
     results = json.loads((config.directory / "evaluate" / "results.json").read_text())
     assert results.keys() == {"systems", "sets", "provenance"}
     assert list(results["systems"]) == ["autoregressive", "lilicorr", "same drafter"]
-    assert results["systems"]["lilicorr"]["held_out"]["matches_autoregressive"] == 2
-    assert results["sets"]["held_out"]["data"]["prompts"] == 2
+    assert results["systems"]["lilicorr"]["held_out"]["matches_autoregressive"] == 3
+    assert results["sets"]["held_out"]["data"]["prompts"] == 3  # max_prompts limits benchmarks only
     assert summary["tau"]["lilicorr"]["held_out"] == results["systems"]["lilicorr"]["held_out"]["tau"]
     assert (config.directory / "evaluate" / "tau.png").is_file()
     monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
     assert stage.run(config) == summary
+    wider = dataclasses.replace(config, target=dataclasses.replace(config.target, dtype="float64"))
+    with pytest.raises(pytest.fail.Exception, match="the set was done"):
+        stage.run(wider)  # another type of the weights is decoded anew
 
     for name, system in (("other", SystemConfig()), ("autoregressive", SystemConfig(run="ours"))):
         config.evaluate.systems[name] = system

@@ -1,9 +1,11 @@
 """The contract of every head, and what is particular to LiLiCorr."""
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 
-from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, take_blocks
+from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput
 from lilicorr.config import LiLiCorrConfig, from_dict
 from lilicorr.heads import HEADS
 from lilicorr.heads.lilicorr import LiLiCorrHead
@@ -39,6 +41,13 @@ def make_blocks(n: int = 7, seed: int = 1, covered: bool = True) -> tuple[DraftO
     labels = draft.logits.topk(3, dim=-1).indices[..., 2] if covered else draft.logits.argmin(dim=-1)
     valid = torch.ones(n, 5, dtype=torch.bool)
     return draft, BlockLabels(labels, valid, torch.randn(n, 5, 32, dtype=torch.float64), lm_head)
+
+
+def take_block(draft: DraftOutput, index: int) -> DraftOutput:
+    """One block of a draft."""
+    shared = {"embed": draft.embed, "vocab_ids": draft.vocab_ids}
+    own = {f.name: getattr(draft, f.name)[index : index + 1] for f in fields(draft) if f.name not in shared}
+    return DraftOutput(**own, **shared)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -79,7 +88,7 @@ def test_contract_proposals_do_not_depend_on_the_batch(name):
     head, (draft, _) = make_head(name), make_blocks()
     whole = head.propose(draft).token_ids
     for i in range(7):
-        assert torch.equal(head.propose(take_blocks(draft, slice(i, i + 1))).token_ids, whole[i : i + 1])
+        assert torch.equal(head.propose(take_block(draft, i)).token_ids, whole[i : i + 1])
 
 
 def test_argmax_head_is_the_argmax():
@@ -205,6 +214,27 @@ def test_smallest_shapes():
         assert head.propose(draft).token_ids.shape == (7, cut)
         assert torch.isfinite(total_loss(head.loss(draft, labels, 1.0)))
         assert "token_proj.weight" not in head.state_dict()
+
+
+def test_a_head_as_wide_as_the_drafter_has_no_token_projection():
+    for hidden_size in (0, 32):
+        head = LiLiCorrHead(LiLiCorrConfig(hidden_size=hidden_size, num_heads=4), make_shape(), SPEC)
+        assert not any(name.startswith("token_proj") for name in head.state_dict())
+
+
+def test_norms_take_the_epsilon_of_the_target():
+    head = LiLiCorrHead(LiLiCorrConfig(hidden_size=16, num_heads=2), replace(make_shape(), rms_norm_eps=1e-5), SPEC)
+    assert {m.eps for m in head.modules() if isinstance(m, torch.nn.RMSNorm)} == {1e-5}
+
+
+def test_a_narrower_target_table_is_widened():
+    head, (draft, _) = make_head("lilicorr"), make_blocks()
+    half = replace(draft, embed=draft.embed.bfloat16())
+    exact = replace(draft, embed=draft.embed.bfloat16().double())
+    assert torch.equal(head.propose(half).token_ids, head.propose(exact).token_ids)
+    single = replace(half, hidden=draft.hidden[:1], logits=draft.logits[:1], anchor_context=draft.anchor_context[:1])
+    single = replace(single, anchor_ids=draft.anchor_ids[:1], anchor_valid=draft.anchor_valid[:1])
+    assert torch.equal(head.propose(single).token_ids, head.propose(exact).token_ids[:1])
 
 
 @pytest.mark.parametrize(("hidden", "parameters"), [(4096, 36_758_794), (2560, 32_040_202)])

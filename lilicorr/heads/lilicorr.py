@@ -35,8 +35,6 @@ from lilicorr.losses import (
 if TYPE_CHECKING:
     from lilicorr.drafter import DrafterShape
 
-NORM_EPS = 1e-6
-
 
 class LatticeAttention(nn.Module):
     """Multi-head attention of every candidate over every candidate, with an additive bias."""
@@ -62,11 +60,11 @@ class LatticeAttention(nn.Module):
 class LatticeLayer(nn.Module):
     """Pre-norm attention and a plain SiLU feed-forward."""
 
-    def __init__(self, width: int, num_heads: int, inner: int) -> None:
+    def __init__(self, width: int, num_heads: int, inner: int, eps: float) -> None:
         super().__init__()
-        self.attn_norm = nn.RMSNorm(width, eps=NORM_EPS)
+        self.attn_norm = nn.RMSNorm(width, eps=eps)
         self.attn = LatticeAttention(width, num_heads)
-        self.mlp_norm = nn.RMSNorm(width, eps=NORM_EPS)
+        self.mlp_norm = nn.RMSNorm(width, eps=eps)
         self.mlp = nn.Sequential(nn.Linear(width, inner), nn.SiLU(), nn.Linear(inner, width))
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
@@ -86,8 +84,8 @@ class LiLiCorrHead(Head):
         width, outer, slots = config.hidden_size or shape.hidden_size, shape.hidden_size, spec.num_slots
         if width % config.num_heads:
             raise ValueError(f"the head's width {width} is not a multiple of its {config.num_heads} attention heads")
-        # A head as wide as the drafter takes the embedding as it is (hidden_size 0 in the published configs).
-        self.token_proj = nn.Linear(outer, width) if config.hidden_size else nn.Identity()
+        # A head as wide as the drafter takes the embedding as it is, as in the public servers.
+        self.token_proj = nn.Identity() if width == outer else nn.Linear(outer, width)
         self.pass_hidden_proj = nn.Linear(outer, width)
         self.context_proj = nn.Linear(outer, width)
         self.feature_mlp = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, width), nn.SiLU(), nn.Linear(width, width))
@@ -96,9 +94,10 @@ class LiLiCorrHead(Head):
         self.relative_slot_bias = nn.Parameter(torch.zeros(config.num_heads, 2 * spec.block_size - 1))
         self.same_slot_bias = nn.Parameter(torch.zeros(config.num_heads))
         inner = int(width * config.mlp_ratio)
-        self.layers = nn.ModuleList(LatticeLayer(width, config.num_heads, inner) for _ in range(config.num_layers))
-        self.output_norm = nn.RMSNorm(width, eps=NORM_EPS)
-        self.anchor_norm = nn.RMSNorm(width, eps=NORM_EPS)
+        eps = shape.rms_norm_eps
+        self.layers = nn.ModuleList(LatticeLayer(width, config.num_heads, inner, eps) for _ in range(config.num_layers))
+        self.output_norm = nn.RMSNorm(width, eps=eps)
+        self.anchor_norm = nn.RMSNorm(width, eps=eps)
         self.factor_input_proj = nn.Linear(3 * width, width)
         self.out_head = nn.Linear(width, config.factor_dim)
         self.in_head = nn.Linear(width, config.factor_dim)
@@ -144,9 +143,10 @@ class LiLiCorrHead(Head):
 
     def _token_terms(self, embed: Tensor, token_ids: Tensor) -> Tensor:
         """The projected embeddings of the candidates; of the whole table first where that is the smaller product."""
+        kind = self.rank_embedding.dtype  # the target's table may be of a narrower type than the head
         if token_ids.numel() > embed.shape[0]:
-            return nn.functional.embedding(token_ids, self.token_proj(embed))
-        return self.token_proj(embed[token_ids])
+            return nn.functional.embedding(token_ids, self.token_proj(embed.to(kind)))
+        return self.token_proj(embed[token_ids].to(kind))
 
     def _attention_bias(self, num_slots: int) -> Tensor:
         """[heads, S * K, S * K]: one value per signed slot distance, one for candidates of the same slot."""
