@@ -18,6 +18,7 @@ import asyncio
 import atexit
 import json
 import os
+import random
 import secrets
 import shlex
 import shutil
@@ -124,8 +125,8 @@ def num_cpus() -> int:
 
 
 def free_port(taken: set[int]) -> int:
-    """A port nobody listens on, added to `taken`."""
-    for port in FREE_PORTS:
+    """A port nobody listens on, added to `taken`; a random one, so that two who look at once find different ones."""
+    for port in random.sample(FREE_PORTS, len(FREE_PORTS)):
         if port not in taken and is_free(port):
             taken.add(port)
             return port
