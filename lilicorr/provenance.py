@@ -32,7 +32,7 @@ def provenance(config: Any = None, **extra: Any) -> dict[str, Any]:
     """
     commit, dirty = source_version(Path(__file__).resolve().parents[1])
     record: dict[str, Any] = {
-        "command": shlex.join([sys.executable, *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
         "commit": commit,
         "dirty": dirty,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -83,14 +83,13 @@ def package_versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU model, usable cores, memory in GiB and host name; accelerators where torch is already loaded."""
+    """CPU model, usable cores, memory in GiB; accelerators where torch is already loaded."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     record: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": cores,
         "memory_gib": round(memory, 1),
-        "host": platform.node(),
         "system": platform.platform(),
     }
     torch = sys.modules.get("torch")

@@ -24,8 +24,6 @@ import logging
 import math
 import os
 import random
-import shlex
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -334,9 +332,8 @@ def describe_run(config: PretrainConfig, documents: list[stdlib.Document], piece
     tokens: Counter[str] = Counter()
     for kind, ids in pieces:
         tokens[kind] += len(ids)
-    record = provenance(
+    return provenance(
         config,
-        command=shlex.join(["python", *sys.argv]),
         license="trained on the source of Python's standard library (PSF License Version 2)",
         corpus={
             "modules": sum(1 for _ in stdlib.iter_modules(stdlib.stdlib_root())),
@@ -345,8 +342,6 @@ def describe_run(config: PretrainConfig, documents: list[stdlib.Document], piece
             "sha256": digest.hexdigest(),
         },
     )
-    del record["machine"]["host"]  # the folder is published
-    return record
 
 
 def run(config: PretrainConfig) -> dict[str, Any]:
