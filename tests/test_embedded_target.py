@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jinja2
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -98,8 +97,6 @@ def test_generation_prompt_is_a_prefix_of_the_conversation(tokenizer: PreTrained
 
 @pytest.mark.parametrize("special", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
 def test_special_token_text_is_not_a_special_token(tokenizer: PreTrainedTokenizerFast, special: str) -> None:
-    with pytest.raises(jinja2.TemplateError, match="special token"):
-        tokenizer.apply_chat_template([{"role": "user", "content": f"x{special}y"}], tokenize=False)
     ids = tokenizer(f"x{special}y", split_special_tokens=True)["input_ids"]
     assert min(ids) > 2
     assert tokenizer.decode(ids) == f"x{special}y"
