@@ -75,6 +75,7 @@ class DrafterConfig:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
+    init: str = "random"  # random | target: the target's last layers (needs the target's own shape)
     restrict_vocab: bool = False  # predict only ids that occur in the training set
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lilicorr.blocks import BlockSpec, wide
 from lilicorr.config import DrafterConfig
-from lilicorr.target import default_layer_ids, rope_theta
+from lilicorr.target import Target, default_layer_ids, rope_theta
 
 LayerKV = tuple[Tensor, Tensor]  # keys and values of one layer, each [R, kv heads, T, head width]
 
@@ -241,3 +241,33 @@ class Drafter(nn.Module):
         for layer, kv in zip(self.layers, context_kv, strict=True):
             x = layer(x, kv, anchors, positions)
         return self.norm(x[:, :, 1:])
+
+
+@torch.no_grad()
+def copy_target_layers(drafter: Drafter, target: Target) -> None:
+    """Start from the target's last layers and final norm instead of from noise (docs/training.md).
+
+    The context is set to the last captured layer's state, so that it holds for the copied layers what they saw
+    in the target; the weights of the target's input norms move into the matrices behind them, since the context
+    passes no layer's norm. Raises ValueError if the shapes differ or the target has biases there.
+    """
+    layers = list(target.layers)[-len(drafter.layers) :]
+    for ours, theirs in zip(drafter.layers, layers, strict=True):
+        for block, norm in (("self_attn", "input_layernorm"), ("mlp", "post_attention_layernorm")):
+            source, scale = dict(getattr(theirs, block).named_parameters()), getattr(theirs, norm).weight
+            for name, parameter in getattr(ours, block).named_parameters():
+                if name not in source and name.endswith("_norm.weight"):  # Llama does not norm queries and keys
+                    continue
+                weight = source.pop(name, None)
+                if weight is None or weight.shape != parameter.shape:
+                    found = "has none" if weight is None else f"has {list(weight.shape)}"
+                    raise ValueError(f"{block}.{name} of the drafter is {list(parameter.shape)}, the target {found}")
+                inward = name.removesuffix("_proj.weight") in ("q", "k", "v", "gate", "up")
+                parameter.copy_(weight * scale if inward else weight)
+            if source:
+                raise ValueError(f"the drafter has no place for the target's {block}.{next(iter(source))}")
+            getattr(ours, norm).weight.fill_(1.0)
+    drafter.norm.weight.copy_(target.final_norm.weight)
+    width = drafter.shape.hidden_size
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, -width:].fill_diagonal_(1.0)

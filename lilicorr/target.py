@@ -111,10 +111,17 @@ class Target:
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
         self._captured: dict[int, Tensor] = {}
         for layer_id in self.layer_ids:
-            self._layers()[layer_id].register_forward_hook(self._capture(layer_id))
+            self.layers[layer_id].register_forward_hook(self._capture(layer_id))
 
-    def _layers(self) -> nn.ModuleList:
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, first to last."""
         return self.model.base_model.layers
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm between the last layer and lm_head."""
+        return self.model.base_model.norm
 
     def _capture(self, layer_id: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:

@@ -37,7 +37,7 @@ from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, fingerprint,
 from lilicorr.corpus import Sampler, TrainingSet, build_training_set
 from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.draft_model import DraftModel, build_draft_model
-from lilicorr.drafter import block_spec, drafter_shape
+from lilicorr.drafter import block_spec, copy_target_layers, drafter_shape
 from lilicorr.heads import HEADS
 from lilicorr.prompts import read_conversations
 from lilicorr.provenance import sha256_file, write_json
@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 TRAINING_SET = "training_set"
 REPLACED = ".replaced"  # runs whose config has changed; hidden, so no part of the stage's outputs
+INITS = ("random", "target")  # of the drafter
 PROBE_PROMPTS, PROBE_TOKENS = 8, 64
 
 Report = Callable[[dict[str, Any]], None]
@@ -122,6 +123,8 @@ def check_runs(config: TrainConfig, described: dict[str, Any]) -> None:
         raise ValueError(
             f"mask token id {described['mask_token_id']} is outside the target's vocabulary of {described['vocab']}"
         )
+    if config.drafter.init not in INITS:
+        raise ValueError(f"train.drafter.init must be one of {', '.join(INITS)}, got {config.drafter.init!r}")
     default_layer_ids(described["num_layers"], config.drafter.num_captured_layers or config.drafter.num_layers)
     if not config.runs:
         raise ValueError("train.runs is empty: name at least one run")
@@ -308,11 +311,11 @@ def make_trainer(job: Job, device: torch.device) -> tuple[Trainer, Target]:
 def new_draft_model(
     config: TrainConfig, run_config: RunConfig, target: Target, training_set: TrainingSet
 ) -> DraftModel:
-    """A draft model initialised from the seed alone, on the target's device."""
+    """A draft model initialised from the seed and, with `drafter.init: target`, the target; on the target's device."""
     vocab_ids = training_set.vocab_ids() if config.drafter.restrict_vocab else None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return build_draft_model(
+        draft_model = build_draft_model(
             drafter_shape(config.drafter, target.config),
             block_spec(config.drafter, target.config, target.mask_token_id),
             run_config.head,
@@ -320,6 +323,9 @@ def new_draft_model(
             target,
             vocab_ids if vocab_ids is None else vocab_ids.to(target.device),
         )
+    if config.drafter.init == "target":
+        copy_target_layers(draft_model.drafter, target)
+    return draft_model
 
 
 def progress_line(name: str, metrics: dict[str, float], total: int, seconds_per_step: float) -> str:

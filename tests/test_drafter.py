@@ -5,7 +5,7 @@ import torch
 
 from lilicorr.blocks import BlockSpec
 from lilicorr.config import DrafterConfig
-from lilicorr.drafter import Drafter, DrafterShape, block_attention, block_spec, drafter_shape
+from lilicorr.drafter import Drafter, DrafterShape, block_attention, block_spec, copy_target_layers, drafter_shape
 
 
 def make_shape(**changes: int) -> DrafterShape:
@@ -124,3 +124,36 @@ def test_block_spec_refuses_nonsense():
     ]:
         with pytest.raises(ValueError, match=message):
             BlockSpec(*arguments)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_copied_layers_see_in_the_context_what_they_saw_in_the_target(target_factory, family):
+    """Layers 4 and 5 of six are copied; layer 3's output, captured last, is what layer 4 reads (norms in fp32)."""
+    target = target_factory(family)
+    for layer in target.layers:
+        torch.nn.init.uniform_(layer.input_layernorm.weight, 0.5, 2.0)
+    drafter = Drafter(drafter_shape(DrafterConfig(num_layers=2), target.config)).double()
+    copy_target_layers(drafter, target)
+    ids = torch.arange(12)[None]
+    cache = target.new_cache(12)
+    features = target.forward(ids, cache).features
+    keys, values = drafter.context_kv(drafter.fuse(features))[0]
+    torch.testing.assert_close(values, cache.layers[4].values[:, :, :12], rtol=0, atol=1e-5)
+    if family == "qwen3":  # Llama's keys have no norm, the drafter's do
+        torch.testing.assert_close(keys, cache.layers[4].keys[:, :, :12], rtol=0, atol=1e-5)
+    x = torch.randn(3, 32, dtype=torch.float64)
+    copied, source = drafter.layers[1], target.layers[5]
+    expected = source.mlp(source.post_attention_layernorm(x))
+    torch.testing.assert_close(copied.mlp(copied.post_attention_layernorm(x)), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(drafter.norm.weight, target.final_norm.weight)
+
+
+def test_layers_of_another_shape_are_not_copied(target_factory):
+    target = target_factory()
+    shape = drafter_shape(DrafterConfig(num_layers=2, intermediate_size=24), target.config)
+    with pytest.raises(ValueError, match=r"mlp.gate_proj.weight of the drafter is \[24, 32\], the target has \[64"):
+        copy_target_layers(Drafter(shape).double(), target)
+    target.layers[5].self_attn.q_proj.bias = torch.nn.Parameter(torch.zeros(32, dtype=torch.float64))
+    drafter = Drafter(drafter_shape(DrafterConfig(num_layers=2), target.config)).double()
+    with pytest.raises(ValueError, match="no place for the target's self_attn.q_proj.bias"):
+        copy_target_layers(drafter, target)
