@@ -58,6 +58,7 @@ STAGES = (
         fields=("target", "train"),
         inputs=("prepare", "regenerate"),
         ignored=tuple(f"train.{key}" for key in TRAIN_PACE),
+        version=2,  # a run that starts from another one goes on behind its rows
     ),
     Stage("evaluate", lazily("evaluate"), fields=("target", "evaluate"), inputs=("prepare", "train")),
     # It needs a cluster that outlives this process, and finds or starts one itself.

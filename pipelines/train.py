@@ -97,7 +97,9 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     training_set = ensure_training_set(config)
     results: dict[str, Any] = {}
     for name, run_config in config.train.runs.items():
-        start = results[run_config.start_from]["identity"] if run_config.start_from else None
+        start = None
+        if run_config.start_from is not None:
+            start = [results[run_config.start_from]["identity"], first_step(config.train, name, training_set)]
         identity = run_fingerprint(config.train, run_config, training_set, described, config.target.dtype, start)
         job = Job(config, name, identity)
         results[name] = finished(job)
@@ -302,7 +304,17 @@ def make_trainer(job: Job, device: torch.device) -> tuple[Trainer, Target]:
         start = job.folder.parent / run_config.start_from / "final"
         start_drafter(draft_model, start, target)
         num_blocks = read_info(start)["num_blocks"]
-    return Trainer(target, training_set, config, run_config, draft_model, job.identity, num_blocks), target
+    before = first_step(config, job.name, training_set)
+    return Trainer(target, training_set, config, run_config, draft_model, job.identity, num_blocks, before), target
+
+
+def first_step(config: TrainConfig, name: str, training_set: TrainingSet) -> int:
+    """Where the run begins in the order of the rows: behind the steps of all runs it continues from."""
+    sampler, steps = Sampler(len(training_set), config.batch_size, config.seed), 0
+    while (start := config.runs[name].start_from) is not None:
+        name = start
+        steps += num_steps(config.runs[name], sampler)
+    return steps
 
 
 def new_draft_model(
