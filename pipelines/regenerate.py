@@ -137,6 +137,7 @@ def fingerprint_parts(config: PipelineConfig, plan: Plan) -> dict[str, Any]:
         "regenerate.max_new_tokens": config.regenerate.max_new_tokens,
         "regenerate.max_model_len": config.regenerate.max_model_len,
         "sampling": "greedy",
+        "version": stage.VERSIONS["regenerate"],
     }
 
 

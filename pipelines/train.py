@@ -53,6 +53,7 @@ from lilicorr.training import (
     start_drafter,
 )
 from pipelines.shards import data_path, read_manifest, read_plan
+from pipelines.stage import VERSIONS
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,8 @@ def run(config: PipelineConfig) -> dict[str, Any]:
         start = None
         if run_config.start_from is not None:
             start = [results[run_config.start_from]["identity"], first_step(config.train, name, training_set)]
-        identity = run_fingerprint(config.train, run_config, training_set, described, config.target.dtype, start)
+        more = (described, config.target.dtype, start, VERSIONS["train"])
+        identity = run_fingerprint(config.train, run_config, training_set, *more)
         job = Job(config, name, identity)
         results[name] = finished(job)
         if results[name] is not None:
@@ -147,7 +149,7 @@ def ensure_training_set(config: PipelineConfig) -> TrainingSet:
     """The training set of the regenerated shards, built unless it is there and made from the same ones."""
     folder = config.directory / "train" / TRAINING_SET
     shards, hashes = verified_shards(config.directory / "regenerate")
-    source = fingerprint(hashes, config.train.max_length, config.train.layout)
+    source = fingerprint(hashes, config.train.max_length, config.train.layout, VERSIONS["train"])
     if (folder / "meta.json").is_file():
         training_set = TrainingSet.open(folder)
         if training_set.meta["source"] == source:

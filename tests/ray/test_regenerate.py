@@ -116,6 +116,16 @@ def test_settings_that_change_the_tokens_are_refused_and_others_are_not(
         regenerate.run(change(config, engine="sglang"), make_replay)
 
 
+def test_shards_of_another_version_are_not_gone_on_with(
+    config: PipelineConfig, in_process: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    regenerate.run(config, make_replay)
+    monkeypatch.setitem(stage.VERSIONS, "regenerate", 99)
+    with pytest.raises(ValueError, match=r"version: \d+ -> 99.*--force"):
+        regenerate.run(config, make_replay)
+    assert found(config) == expected(config)
+
+
 def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(regenerate.ENGINES, "vllm", ("no-such-package",))
     with pytest.raises(ValueError, match="vllm needs a package: pip install no-such-package"):

@@ -155,6 +155,18 @@ def test_finished_runs_are_skipped_and_changed_ones_replaced(config: PipelineCon
     assert json.loads((replaced / "result.json").read_text()) == first
 
 
+def test_another_version_of_the_stage_starts_over(
+    config: PipelineConfig, in_process: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = train.run(config)["runs"]
+    monkeypatch.setitem(train.VERSIONS, "train", 99)
+    second = train.run(config)["runs"]
+    assert in_process == [*RUNS, *RUNS]
+    assert all(first[name]["identity"] != second[name]["identity"] for name in RUNS)
+    kept = [config.directory / "train" / ".replaced" / f"{name}-{first[name]['identity']}" for name in RUNS]
+    assert all((folder / "result.json").is_file() for folder in kept)
+
+
 def test_a_run_goes_on_from_its_newest_state(
     config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: list[str]
 ) -> None:
