@@ -143,9 +143,10 @@ class FeatureSource:
 class Trainer:
     """Trains one draft model; `done` steps are finished, `num_blocks` blocks have been seen.
 
-    `num_blocks` starts with those of the run this one continues from. `identity` (`run_fingerprint`) is
-    kept in every saved state and asked for when one is restored. With `recompute`, the default on a GPU, only
-    the last micro-batch of a step keeps its activations for the backward pass.
+    `num_blocks` starts with those of the run this one continues from, and `first_step` is the number of steps
+    that run took: rows and anchors go on behind its own. `identity` (`run_fingerprint`) is kept in every saved
+    state and asked for when one is restored. With `recompute`, the default on a GPU, only the last micro-batch
+    of a step keeps its activations for the backward pass.
 
     Raises ValueError for settings that cannot be trained with.
     """
@@ -159,6 +160,7 @@ class Trainer:
         draft_model: DraftModel,
         identity: str = "",
         num_blocks: int = 0,
+        first_step: int = 0,
     ) -> None:
         if config.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {config.precision!r}")
@@ -170,7 +172,7 @@ class Trainer:
         self.sampler = Sampler(len(training_set), config.batch_size, config.seed)
         self.num_steps = num_steps(run, self.sampler)
         self.features = FeatureSource(target, training_set, config.cache_features)
-        self.identity, self.num_blocks, self.done = identity, num_blocks, 0
+        self.identity, self.num_blocks, self.first_step, self.done = identity, num_blocks, first_step, 0
         self.device = target.device
         self.recompute = self.device.type == "cuda"
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -223,7 +225,7 @@ class Trainer:
         if step != self.done:
             raise ValueError(f"the next step is {self.done}, got {step}")
         start = time.perf_counter()
-        epoch, rows = self.sampler.rows(step)
+        epoch, rows = self.sampler.rows(self.first_step + step)
         terms, sizes = self._forward(epoch, rows)
         local, means, sizes = self._globalise(terms, sizes)
         self.gradient.zero_()

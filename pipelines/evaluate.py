@@ -31,6 +31,7 @@ from lilicorr.plots import draw_plots
 from lilicorr.prompts import read_conversations
 from lilicorr.provenance import provenance, sha256_tree, write_json
 from lilicorr.target import Target, default_layer_ids, load_target
+from pipelines.stage import VERSIONS
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def run(config: PipelineConfig) -> dict[str, Any]:
 
     identity["target"] = described["files_hash"] or f"{described['source']}@{described['revision']}"
     identity |= {"device": target.device.type, "dtype": config.target.dtype}
-    identity["template_kwargs"] = config.target.template_kwargs
+    identity |= {"template_kwargs": config.target.template_kwargs, "version": VERSIONS["evaluate"]}
     results = run_sets(target, draft_models, prompts, config.evaluate, render, identity, previous, save)
     for plot in draw_plots(folder, config.directory / "train"):
         logger.info("drew %s", plot)

@@ -19,12 +19,13 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lilicorr.config import LiLiCorrConfig, PipelineConfig, SystemConfig, from_dict
-from pipelines.stage import Stage, argument_parser, execute, lazily, select
+from pipelines.stage import VERSIONS, Stage, argument_parser, execute, lazily, select
 
 HEALTH_TIMEOUT_S = 5.0
 REGENERATE_PACE = ("num_actors", "gpus_per_actor", "cpus_per_actor", "max_attempts")
@@ -43,25 +44,28 @@ def endpoint_problem(config: PipelineConfig) -> str | None:
     return None if served == endpoint["version"] else f"something else is served at {endpoint['url']} now"
 
 
+def _stage(name: str, fields: tuple[str, ...], **more: Any) -> Stage:
+    """The stage of `pipelines/<name>.py` in its present version."""
+    return Stage(name, lazily(name), fields, version=VERSIONS[name], **more)
+
+
 STAGES = (
-    Stage("prepare", lazily("prepare"), fields=("target", "prompts", "evaluate.sets")),
-    Stage(
+    _stage("prepare", ("target", "prompts", "evaluate.sets")),
+    _stage(
         "regenerate",
-        lazily("regenerate"),
-        fields=("target", "regenerate"),
+        ("target", "regenerate"),
         inputs=("prepare",),
         ignored=tuple(f"regenerate.{key}" for key in REGENERATE_PACE),
     ),
-    Stage(
+    _stage(
         "train",
-        lazily("train"),
-        fields=("target", "train"),
+        ("target", "train"),
         inputs=("prepare", "regenerate"),
         ignored=tuple(f"train.{key}" for key in TRAIN_PACE),
     ),
-    Stage("evaluate", lazily("evaluate"), fields=("target", "evaluate"), inputs=("prepare", "train")),
+    _stage("evaluate", ("target", "evaluate"), inputs=("prepare", "train")),
     # It needs a cluster that outlives this process, and finds or starts one itself.
-    Stage("deploy", lazily("deploy"), fields=("target", "deploy"), inputs=("train",), problem=endpoint_problem),
+    _stage("deploy", ("target", "deploy"), inputs=("train",), problem=endpoint_problem),
 )
 
 

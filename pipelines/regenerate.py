@@ -72,6 +72,8 @@ class Work:
 def run(config: PipelineConfig, make_generator: MakeGenerator | None = None) -> dict[str, Any]:
     """Regenerate what is missing in `<run directory>/regenerate` and return the accounting.
 
+    Shards that an earlier call gave up because their engine died count as missing.
+
     Raises ValueError if the prompts or settings are not those the run was started with, or if the cluster
     lacks the resources; RuntimeError if more than `max_dead_fraction` of the conversations are dead.
     """
@@ -80,6 +82,8 @@ def run(config: PipelineConfig, make_generator: MakeGenerator | None = None) -> 
     engine = engine_label(config.regenerate.engine)
     plan = shards.open_plan(folder, prompts, config.regenerate.shard_size)
     current = shards.open_run(folder, engine, fingerprint_parts(config, plan))
+    if reopened := shards.reopen(current, plan):
+        logger.info("%d shards were given up before because their engine died; they are tried again", reopened)
     todo = shards.missing(current, plan)
     logger.info("%d of %d shards to make, run %s, engine %s", len(todo), len(plan.shards), current.fingerprint, engine)
     if todo:
@@ -133,6 +137,7 @@ def fingerprint_parts(config: PipelineConfig, plan: Plan) -> dict[str, Any]:
         "regenerate.max_new_tokens": config.regenerate.max_new_tokens,
         "regenerate.max_model_len": config.regenerate.max_model_len,
         "sampling": "greedy",
+        "version": stage.VERSIONS["regenerate"],
     }
 
 
@@ -223,7 +228,7 @@ class GeneratorActor:
         conversations = shards.read_shard(self.work.prompts, shard)
         start = time.monotonic()
         if attempt > limit:
-            death = DeadRecord(0, "EngineDied", f"{limit} attempts: {errors or 'the process was killed'}")
+            death = DeadRecord(0, shards.ENGINE_DIED, f"{limit} attempts: {errors or 'the process was killed'}")
             results = [ConversationResult(conversation, [], death) for conversation in conversations]
             shards.commit(run, shard, results, limit, time.monotonic() - start)
             return

@@ -11,6 +11,7 @@ restartable is here and works from files alone.
 
 A shard is done if and only if its manifest agrees with its files. All files are written aside and renamed,
 so a crash at any point leaves a shard done or not done, and what is not done is made again as a whole.
+A shard given up because its engine kept dying is dead for this driver; the next one opens it again.
 If two workers commit the same shard, whichever manifest comes first counts; any interleaving ends in files
 that agree with their manifest or in a shard that is not done.
 """
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # its module needs torch, this one does not
     from lilicorr.generator import ConversationResult
 
 FORMAT = 1
+ENGINE_DIED = "EngineDied"  # the dead letters of a shard that was given up: no property of its conversations
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 NAMES = pa.dictionary(pa.int32(), pa.string())
 TURNS = pa.schema(
@@ -314,6 +316,17 @@ def _manifest_path(folder: Path, shard: Shard) -> Path:
 def missing(run: Run, plan: Plan) -> list[Shard]:
     """The shards still to be made, damaged ones included."""
     return [shard for shard in plan.shards if not is_done(run, shard)]
+
+
+def reopen(run: Run, plan: Plan) -> int:
+    """Open the shards again that an earlier driver gave up because their engine died; returns how many.
+
+    Such a shard holds no answers. Dead letters of any other reason would come out the same again and stay.
+    """
+    given_up = [s for s in plan.shards if ENGINE_DIED in (read_manifest(run.folder, s) or {"dead": ()})["dead"]]
+    for shard in given_up:
+        _manifest_path(run.folder, shard).unlink()
+    return len(given_up)
 
 
 def summary(folder: Path, plan: Plan) -> dict[str, Any]:

@@ -33,6 +33,9 @@ PROFILES = Path(__file__).parent / "profiles"
 MARKER = "_SUCCESS.json"
 LOCK = "_lock.json"
 UNFINISHED = ".tmp-"  # in the name of a file or folder that its writer has not committed
+# Raised when the code of a stage makes something else of the same input. A stage has its version in the identity of
+# whatever it may go on from or keep, so that it never does so with the work of another version.
+VERSIONS = {"prepare": 1, "regenerate": 1, "train": 2, "evaluate": 1, "deploy": 1}
 VOLATILE = "checkpoints"  # folders a stage prunes itself; no part of its result
 
 Run = Callable[[PipelineConfig], dict[str, Any]]
@@ -47,7 +50,7 @@ class Stage:
     fields: tuple[str, ...]  # dotted parts of the config it depends on
     inputs: tuple[str, ...] = ()  # stages whose outputs it reads
     ignored: tuple[str, ...] = ()  # parts of `fields` that change how it runs, not what comes out
-    version: int = 1  # raised when the code makes something else of the same input
+    version: int = 1  # see VERSIONS
     problem: Callable[[PipelineConfig], str | None] | None = None  # why a finished stage must run again after all
 
 

@@ -53,6 +53,7 @@ from lilicorr.training import (
     start_drafter,
 )
 from pipelines.shards import data_path, read_manifest, read_plan
+from pipelines.stage import VERSIONS
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +99,11 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     training_set = ensure_training_set(config)
     results: dict[str, Any] = {}
     for name, run_config in config.train.runs.items():
-        start = results[run_config.start_from]["identity"] if run_config.start_from else None
-        identity = run_fingerprint(config.train, run_config, training_set, described, config.target.dtype, start)
+        start = None
+        if run_config.start_from is not None:
+            start = [results[run_config.start_from]["identity"], first_step(config.train, name, training_set)]
+        more = (described, config.target.dtype, start, VERSIONS["train"])
+        identity = run_fingerprint(config.train, run_config, training_set, *more)
         job = Job(config, name, identity)
         results[name] = finished(job)
         if results[name] is not None:
@@ -148,7 +152,7 @@ def ensure_training_set(config: PipelineConfig) -> TrainingSet:
     """The training set of the regenerated shards, built unless it is there and made from the same ones."""
     folder = config.directory / "train" / TRAINING_SET
     shards, hashes = verified_shards(config.directory / "regenerate")
-    source = fingerprint(hashes, config.train.max_length, config.train.layout)
+    source = fingerprint(hashes, config.train.max_length, config.train.layout, VERSIONS["train"])
     if (folder / "meta.json").is_file():
         training_set = TrainingSet.open(folder)
         if training_set.meta["source"] == source:
@@ -305,7 +309,17 @@ def make_trainer(job: Job, device: torch.device) -> tuple[Trainer, Target]:
         start = job.folder.parent / run_config.start_from / "final"
         start_drafter(draft_model, start, target)
         num_blocks = read_info(start)["num_blocks"]
-    return Trainer(target, training_set, config, run_config, draft_model, job.identity, num_blocks), target
+    before = first_step(config, job.name, training_set)
+    return Trainer(target, training_set, config, run_config, draft_model, job.identity, num_blocks, before), target
+
+
+def first_step(config: TrainConfig, name: str, training_set: TrainingSet) -> int:
+    """Where the run begins in the order of the rows: behind the steps of all runs it continues from."""
+    sampler, steps = Sampler(len(training_set), config.batch_size, config.seed), 0
+    while (start := config.runs[name].start_from) is not None:
+        name = start
+        steps += num_steps(config.runs[name], sampler)
+    return steps
 
 
 def new_draft_model(

@@ -276,6 +276,9 @@ def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.Mo
     wider = dataclasses.replace(config, target=dataclasses.replace(config.target, dtype="float64"))
     with pytest.raises(pytest.fail.Exception, match="the set was done"):
         stage.run(wider)  # another type of the weights is decoded anew
+    with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception, match="the set was done"):
+        patch.setitem(stage.VERSIONS, "evaluate", 99)
+        stage.run(config)  # and so is what an older version of the stage measured
 
     for name, system in (("other", SystemConfig()), ("autoregressive", SystemConfig(run="ours"))):
         config.evaluate.systems[name] = system

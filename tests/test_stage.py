@@ -20,6 +20,7 @@ from pipelines import full
 from pipelines.lock import Lock, LockedError, process_start, read_owner, why_dead
 from pipelines.stage import (
     MARKER,
+    VERSIONS,
     Stage,
     argument_parser,
     decide,
@@ -151,7 +152,7 @@ def test_the_real_stages_depend_on_each_other_in_order() -> None:
     names = [stage.name for stage in full.STAGES]
     assert names == ["prepare", "regenerate", "train", "evaluate", "deploy"]
     for index, stage in enumerate(full.STAGES):
-        assert set(stage.inputs) <= set(names[:index])
+        assert set(stage.inputs) <= set(names[:index]) and stage.version == VERSIONS[stage.name]
         values = relevant(stage, PipelineConfig(train=TrainConfig()))
         for field in (*stage.fields, *stage.ignored):
             assert with_a_field(field), field

@@ -15,6 +15,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fake_shards import turn, write_shard
+from lilicorr import training
+from lilicorr.anchors import choose_anchors
+from lilicorr.blocks import TrainBatch
 from lilicorr.checkpoint import save_draft_model
 from lilicorr.config import DrafterConfig, RunConfig, TrainConfig
 from lilicorr.corpus import Sampler, TrainingSet, build_training_set
@@ -201,6 +204,44 @@ def test_the_blocks_of_the_run_before_count_too(tmp_path: Path, tiny_target: Tar
     assert metrics["num_blocks"] == trainer.num_blocks == 100 + metrics["blocks"]
     trainer.save(tmp_path / "step_1")
     assert json.loads((tmp_path / "step_1" / "meta.json").read_text())["num_blocks"] == trainer.num_blocks
+
+
+def seen_by(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, steps: range) -> list[tuple[list[int], list[int]]]:
+    """Rows and anchors that the trainer draws, by step."""
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def record(batch: TrainBatch, *key: int) -> tuple[torch.Tensor, torch.Tensor]:
+        anchors, keep = choose_anchors(batch, *key)
+        seen.append((batch.sample_ids.tolist(), anchors[keep].tolist()))
+        return anchors, keep
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "choose_anchors", record)
+        train(trainer, steps)
+    return seen
+
+
+def test_a_branch_goes_on_behind_the_rows_of_its_trunk(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trunk and branch draw what one long run draws, over the end of an epoch of three steps and after a resume."""
+    training_set = make_set(tmp_path)
+    settings = (tiny_target, training_set, replace(CONFIG, max_anchors=3, micro_batch_size=2), RUN)
+
+    def branch() -> Trainer:
+        return Trainer(*settings, make_model(tiny_target), "branch", first_step=2)
+
+    expected = seen_by(Trainer(*settings, make_model(tiny_target)), monkeypatch, range(6))
+    assert expected[0] != expected[3]
+    whole = branch()
+    assert seen_by(whole, monkeypatch, range(4)) == expected[2:]
+    first, second = branch(), branch()
+    train(first, range(3))
+    first.save(tmp_path / "step_3")
+    second.restore(tmp_path / "step_3")
+    assert seen_by(second, monkeypatch, range(3, 4)) == expected[5:]
+    for name, parameter in whole.parameters.items():
+        assert torch.equal(second.parameters[name], parameter), name
 
 
 def test_the_schedule() -> None:

@@ -116,6 +116,16 @@ def test_settings_that_change_the_tokens_are_refused_and_others_are_not(
         regenerate.run(change(config, engine="sglang"), make_replay)
 
 
+def test_shards_of_another_version_are_not_gone_on_with(
+    config: PipelineConfig, in_process: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    regenerate.run(config, make_replay)
+    monkeypatch.setitem(stage.VERSIONS, "regenerate", 99)
+    with pytest.raises(ValueError, match=r"version: \d+ -> 99.*--force"):
+        regenerate.run(config, make_replay)
+    assert found(config) == expected(config)
+
+
 def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(regenerate.ENGINES, "vllm", ("no-such-package",))
     with pytest.raises(ValueError, match="vllm needs a package: pip install no-such-package"):
@@ -162,8 +172,25 @@ def test_an_engine_that_dies_is_left_and_its_shard_given_up(
     dead = {cid: letter for cid, letter in content.items() if isinstance(letter, tuple)}
     assert {letter[:2] for letter in dead.values()} == {("EngineDied", "2 attempts: MemoryError: out of memory")}
     assert content.keys() == expected(config).keys() and len(dead) == 4
+    manifests = {path: path.read_bytes() for path in (folder_of(config) / "manifest").iterdir()}
     numbers = regenerate.run(change(config, max_dead_fraction=0.2), make_dying)
     assert numbers["ok"] + numbers["dead"] == 22 and numbers["dead_by_error"] == {"EngineDied": 4}
+    assert exits == [1] * 4  # a new driver tries the shard again, as often as any other
+    changed = [path for path, before in manifests.items() if path.read_bytes() != before]
+    assert len(changed) == 1
+    numbers = regenerate.run(config, make_replay)
+    assert numbers["ok"] == numbers["planned"] == 22 and found(config) == expected(config)
+    assert not list((folder_of(config) / "dead_letter").iterdir())
+    assert [path for path, before in manifests.items() if path.read_bytes() != before] == changed
+
+
+def test_dead_letters_of_other_reasons_stay(config: PipelineConfig, in_process: list[str]) -> None:
+    def make_narrow(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, ReplayGenerator]:
+        return byte_tokenizer(), ReplayGenerator(max_model_len=10)
+
+    numbers = regenerate.run(change(config, max_dead_fraction=1.0), make_narrow)
+    assert numbers["dead_by_error"] == {"PromptTooLong": 22} and len(in_process) == 6
+    assert regenerate.run(change(config, max_dead_fraction=1.0), make_replay) == numbers and len(in_process) == 6
 
 
 def test_errors_of_our_own_are_not_blamed_on_the_engine(

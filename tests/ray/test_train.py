@@ -127,6 +127,22 @@ def test_the_drafter_starts_where_the_run_before_ended(config: PipelineConfig, i
         assert torch.allclose(lilicorr.drafter.state_dict()[name], tensor, atol=1e-9), name
 
 
+def test_a_branch_goes_on_where_the_runs_before_it_stopped(
+    config: PipelineConfig, in_process: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps an epoch: the trunk ends in the second one, and the branch of a branch counts both."""
+    runs = RUNS | {"twig": RunConfig(head="argmax", start_from="lilicorr", epochs=1.0)}
+    result = train.run(with_train(config, runs=runs))
+    training_set = train.ensure_training_set(config)
+    assert [train.first_step(replace(config.train, runs=runs), name, training_set) for name in runs] == [0, 5, 11]
+    assert [entry["epoch"] for entry in entries(config, "lilicorr")] == [1, 2, 2, 2, 3, 3]
+    assert [entry["epoch"] for entry in entries(config, "twig")] == [3, 4, 4]
+    monkeypatch.setattr(train, "first_step", lambda *_: 0)
+    other = train.run(with_train(config, runs=runs))
+    same = [name for name in runs if other["runs"][name]["identity"] == result["runs"][name]["identity"]]
+    assert same == ["trunk"] and in_process == [*runs, "lilicorr", "twig"]
+
+
 def test_finished_runs_are_skipped_and_changed_ones_replaced(config: PipelineConfig, in_process: list[str]) -> None:
     train.run(config)
     first = json.loads((config.directory / "train" / "lilicorr" / "result.json").read_text())
@@ -137,6 +153,18 @@ def test_finished_runs_are_skipped_and_changed_ones_replaced(config: PipelineCon
     assert in_process == ["trunk", "lilicorr", "lilicorr"]
     replaced = config.directory / "train" / ".replaced" / f"lilicorr-{first['identity']}"
     assert json.loads((replaced / "result.json").read_text()) == first
+
+
+def test_another_version_of_the_stage_starts_over(
+    config: PipelineConfig, in_process: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = train.run(config)["runs"]
+    monkeypatch.setitem(train.VERSIONS, "train", 99)
+    second = train.run(config)["runs"]
+    assert in_process == [*RUNS, *RUNS]
+    assert all(first[name]["identity"] != second[name]["identity"] for name in RUNS)
+    kept = [config.directory / "train" / ".replaced" / f"{name}-{first[name]['identity']}" for name in RUNS]
+    assert all((folder / "result.json").is_file() for folder in kept)
 
 
 def test_a_run_goes_on_from_its_newest_state(
