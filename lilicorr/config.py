@@ -138,7 +138,7 @@ class TrainConfig:
     chunk_blocks: int = 128  # blocks whose vocabulary logits exist at once
     layout: str = "turn"  # turn: one row per generated turn | conversation: one row per conversation
     precision: str = "bfloat16"  # of the matrix products; parameters and moments are fp32 always
-    cache_features: bool = False  # keep the target's features of the whole training set in memory
+    cache_features: bool = False  # keep the target's features of the whole training set on disk (one machine)
     seed: int = 0
     checkpoint_steps: int = 1000
     keep_checkpoints: int = 2

@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import shutil
 import time
@@ -41,6 +40,7 @@ from lilicorr.checkpoint import load_draft_model
 from lilicorr.config import RunConfig, TrainConfig, fingerprint
 from lilicorr.corpus import Sampler, TrainingSet, split_rows
 from lilicorr.draft_model import DraftModel
+from lilicorr.features import FeatureSource
 from lilicorr.folder import new_folder, unfinished
 from lilicorr.losses import total_loss
 from lilicorr.provenance import write_atomic
@@ -108,45 +108,14 @@ def _attribute(owner: Any, path: str) -> Any:
     return owner
 
 
-class FeatureSource:
-    """The target's captured features and final states of training rows, computed each time or kept in memory."""
-
-    def __init__(self, target: Target, training_set: TrainingSet, cached: bool) -> None:
-        self.target = target
-        self.rows: dict[int, tuple[Tensor, Tensor]] | None = {} if cached else None
-        width = (len(target.layer_ids) + 1) * target.config.hidden_size * target.embed.element_size()
-        needed, memory = training_set.meta["tokens"] * width, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if cached and needed > memory:
-            raise ValueError(
-                f"cache_features needs {needed / 2**30:.1f} GiB, this machine has {memory / 2**30:.1f}; set it to false"
-            )
-
-    def __call__(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """features [R, T, C * H] and final hidden [R, T, H]; what stands at padding is never read."""
-        if self.rows is None:
-            output = self.target.forward(batch.input_ids)
-            return output.features, output.hidden
-        pairs = [self._row(batch, index, self.rows) for index in range(len(batch.lengths))]
-        parts = (torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*pairs))
-        features, hidden = (part.to(batch.input_ids.device) for part in parts)
-        return features, hidden
-
-    def _row(self, batch: TrainBatch, index: int, rows: dict[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """One row without padding, on the CPU."""
-        sample_id, length = int(batch.sample_ids[index]), int(batch.lengths[index])
-        if sample_id not in rows:
-            output = self.target.forward(batch.input_ids[index : index + 1, :length])
-            rows[sample_id] = (output.features[0].cpu(), output.hidden[0].cpu())
-        return rows[sample_id]
-
-
 class Trainer:
     """Trains one draft model; `done` steps are finished, `num_blocks` blocks have been seen.
 
     `num_blocks` starts with those of the run this one continues from, and `first_step` is the number of steps
     that run took: rows and anchors go on behind its own. `identity` (`run_fingerprint`) is kept in every saved
-    state and asked for when one is restored. With `recompute`, the default on a GPU, only the last micro-batch
-    of a step keeps its activations for the backward pass.
+    state and asked for when one is restored. With `feature_file` the target's features are kept there
+    (`FeatureSource`). With `recompute`, the default on a GPU, only the last micro-batch of a step keeps its
+    activations for the backward pass.
 
     Raises ValueError for settings that cannot be trained with.
     """
@@ -161,6 +130,7 @@ class Trainer:
         identity: str = "",
         num_blocks: int = 0,
         first_step: int = 0,
+        feature_file: Path | None = None,
     ) -> None:
         if config.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {config.precision!r}")
@@ -171,7 +141,7 @@ class Trainer:
         self.training_set, self.config, self.run, self.draft_model = training_set, config, run, draft_model
         self.sampler = Sampler(len(training_set), config.batch_size, config.seed)
         self.num_steps = num_steps(run, self.sampler)
-        self.features = FeatureSource(target, training_set, config.cache_features)
+        self.features = FeatureSource(target, training_set, feature_file)
         self.identity, self.num_blocks, self.first_step, self.done = identity, num_blocks, first_step, 0
         self.device = target.device
         self.recompute = self.device.type == "cuda"

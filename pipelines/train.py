@@ -58,6 +58,7 @@ from pipelines.stage import VERSIONS
 logger = logging.getLogger(__name__)
 
 TRAINING_SET = "training_set"
+FEATURES = ".features"  # hidden, so no part of the stage's outputs
 REPLACED = ".replaced"  # runs whose config has changed; hidden, so no part of the stage's outputs
 INITS = ("random", "target")  # of the drafter
 PROBE_PROMPTS, PROBE_TOKENS = 8, 64
@@ -310,7 +311,15 @@ def make_trainer(job: Job, device: torch.device) -> tuple[Trainer, Target]:
         start_drafter(draft_model, start, target)
         num_blocks = read_info(start)["num_blocks"]
     before = first_step(config, job.name, training_set)
-    return Trainer(target, training_set, config, run_config, draft_model, job.identity, num_blocks, before), target
+    features = feature_file(job, training_set, layer_ids) if config.cache_features else None
+    trainer = Trainer(target, training_set, config, run_config, draft_model, job.identity, num_blocks, before, features)
+    return trainer, target
+
+
+def feature_file(job: Job, training_set: TrainingSet, layer_ids: tuple[int, ...]) -> Path:
+    """Where all workers and runs with this target, these layers and this training set keep the features."""
+    key = fingerprint(job.described(), job.config.target.dtype, layer_ids, training_set.meta["content"])
+    return job.folder.parent / FEATURES / key
 
 
 def first_step(config: TrainConfig, name: str, training_set: TrainingSet) -> int:

@@ -55,7 +55,8 @@ ALLOWED = {
     "engine.*": "blocks config draft_model drafter engine.* kernels.* target verify",
     # training
     "corpus": "blocks chat config folder provenance",
-    "training": "anchors blocks checkpoint config corpus draft_model folder losses provenance target",
+    "features": "blocks corpus target",
+    "training": "anchors blocks checkpoint config corpus draft_model features folder losses provenance target",
     # making answers, measuring
     "generator": "blocks chat config prompts target",
     "acceptance": "blocks",

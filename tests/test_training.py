@@ -157,28 +157,6 @@ def test_ranks_change_nothing(tmp_path: Path, tiny_target: Target, target_factor
             assert found["metrics"]["blocks"] == metrics["blocks"] > 0
 
 
-def test_cached_features_are_those_computed_each_time(tmp_path: Path, target_factory: MakeTarget) -> None:
-    target, training_set = target_factory(dtype=torch.float32), make_set(tmp_path)
-    online = make_trainer(target, training_set, micro_batch_size=1)
-    cached = make_trainer(target, training_set, micro_batch_size=1, cache_features=True)
-    for step in range(6):
-        assert without_time(online.step(step)) == without_time(cached.step(step))
-    assert sorted(cached.features.rows) == [0, 1, 2, 3, 4]
-    for name, parameter in online.parameters.items():
-        assert torch.equal(cached.parameters[name], parameter), name
-    calls = []
-    target.forward = lambda ids: calls.append(ids)
-    cached.features(training_set.batch([2, 3]))
-    assert not calls
-
-
-def test_a_cache_larger_than_the_machine_is_refused(tmp_path: Path, tiny_target: Target) -> None:
-    training_set = make_set(tmp_path)
-    training_set.meta["tokens"] = 10**13
-    with pytest.raises(ValueError, match=r"cache_features needs \d+"):
-        make_trainer(tiny_target, training_set, cache_features=True)
-
-
 def test_start_from_takes_the_drafter_and_nothing_else(tmp_path: Path, target_factory: MakeTarget) -> None:
     target = target_factory(dtype=torch.float32)
     source = make_model(target, "argmax")
@@ -364,7 +342,6 @@ def test_an_overfitted_draft_model_is_accepted(tmp_path: Path, target_factory: M
     training_set = TrainingSet.open(tmp_path / "set")
     config = TrainConfig(
         drafter=DRAFTER, batch_size=3, micro_batch_size=3, precision="float32", drafter_lr=6e-3, head_lr=6e-3,
-        cache_features=True,
     )  # fmt: skip
     vocab_ids = training_set.vocab_ids() if restricted else None
     spec = block_spec(DRAFTER, target.config, target.mask_token_id)
@@ -372,7 +349,8 @@ def test_an_overfitted_draft_model_is_accepted(tmp_path: Path, target_factory: M
     head = {"hidden_size": 16, "num_heads": 2, "factor_dim": 16}
     shape = drafter_shape(DRAFTER, target.config)
     draft_model = build_draft_model(shape, spec, "lilicorr", head, target, vocab_ids)
-    trainer = Trainer(target, training_set, config, RunConfig(steps=70), draft_model)
+    run = RunConfig(steps=70)
+    trainer = Trainer(target, training_set, config, run, draft_model, feature_file=tmp_path / "features")
     metrics = train(trainer, range(70))
     assert metrics[-1]["loss"] < 0.2 * metrics[0]["loss"]
     assert metrics[-1]["selected_prefix"] > 0.8 * spec.num_slots
