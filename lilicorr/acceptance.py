@@ -93,8 +93,8 @@ def figures(sums: Sums, autoregressive: Sums, dflash: Sums | None, counts: np.nd
     """The figures of one system on one set.
 
     `sums` are the system's own, `autoregressive` those that its speed-up is relative to, `dflash` those that
-    its gain in tau is relative to (None: no such figures); `counts` [samples, P] come from `resamples`. A
-    figure without data is None.
+    its gain in tau is relative to (None: no such figures); `counts` [samples, P] come from `resamples`. The
+    95 % interval of a figure `x` is `x_ci95`. A figure or an interval without data is None.
     """
     everything = np.ones((1, counts.shape[1]))
     tau, tau_sampled = (_ratio(sums, "block_tokens", "blocks", weights) for weights in (everything, counts))
@@ -107,18 +107,22 @@ def figures(sums: Sums, autoregressive: Sums, dflash: Sums | None, counts: np.nd
         "tau": _number(tau),
         "tau_ci95": _interval(tau_sampled),
         "per_slot": [_number(value) for value in _ratio(sums, "accepted", "reached", everything)[0]],
+        "per_slot_ci95": [_interval(values) for values in _ratio(sums, "accepted", "reached", counts).T],
         "tokens_per_s": _number(speed),
         "tokens_per_s_ci95": _interval(speed_sampled),
         "speedup": _number(speed / slow),
         "speedup_ci95": _interval(speed_sampled / slow_sampled),
     }
     for name in ("oracle_prefix", "selected_prefix", "top1_prefix"):
-        result[name] = _number(_ratio(sums, name, "blocks", everything)) if result["per_slot"] else None
+        has_slots = bool(result["per_slot"])
+        result[name] = _number(_ratio(sums, name, "blocks", everything)) if has_slots else None
+        result[f"{name}_ci95"] = _interval(_ratio(sums, name, "blocks", counts)) if has_slots else None
     if dflash is not None:
         base, base_sampled = (_ratio(dflash, "block_tokens", "blocks", weights) for weights in (everything, counts))
         result["tau_gain_over_dflash"] = _number(tau - base)
         result["tau_gain_over_dflash_ci95"] = _interval(tau_sampled - base_sampled)
         result["tau_gain_over_dflash_percent"] = _number(100 * (tau / base - 1))
+        result["tau_gain_over_dflash_percent_ci95"] = _interval(100 * (tau_sampled / base_sampled - 1))
     return result
 
 

@@ -159,7 +159,8 @@ def load_conversations(config: PromptConfig) -> tuple[list[Conversation], list[C
     parts: dict[bool, dict[str, Conversation]] = {False: {}, True: {}}
     counts: Counter[str] = Counter(rows=0, duplicate=0)
     systems: Counter[str] = Counter()
-    for row, held_out in _source_rows(config):
+    before: Counter[str] = Counter()  # what became of the rows that the source itself dropped
+    for row, held_out in _source_rows(config, before):
         counts["rows"] += 1
         try:
             messages = normalise(row, config.max_chars)
@@ -174,6 +175,9 @@ def load_conversations(config: PromptConfig) -> tuple[list[Conversation], list[C
         parts[chosen][cid] = _conversation(cid, messages, row, config.source)
         counts["with_soft_switch"] += any(switch in m["content"] for m in messages for switch in SOFT_SWITCHES)
         systems[messages[0]["content"][:80] if messages[0]["role"] == "system" else "(none)"] += 1
+    for name, count in before.items():
+        counts["duplicate" if name == "dropped_duplicate" else name] += count
+        counts["rows"] += count
     logger.info("most frequent system turns: %s", systems.most_common(5))
     train = choose(list(parts[False].values()), config.max_conversations)
     held = choose(list(parts[True].values()), config.max_held_out)
@@ -217,15 +221,20 @@ def choose(conversations: list[Conversation], limit: int | None) -> list[Convers
     return chosen
 
 
-def _source_rows(config: PromptConfig) -> Iterator[tuple[Mapping[str, Any], bool | None]]:
-    """Rows of the source, and whether the source itself holds them out (None: decided by content hash)."""
+def _source_rows(config: PromptConfig, dropped: Counter[str]) -> Iterator[tuple[Mapping[str, Any], bool | None]]:
+    """Rows of the source, and whether the source itself holds them out (None: decided by content hash).
+
+    Rows that the source does not give are added to `dropped` by reason once it is exhausted.
+    """
     if config.source == "stdlib":
         yield from _stdlib_rows()
     elif config.source == "packages":
         from lilicorr import packages
 
         folder = Path(config.data_dir).expanduser() if config.data_dir else None
-        yield from ((row, None) for row in packages.iter_package_rows(folder))
+        counts: Counter[str] = Counter()
+        yield from ((row, None) for row in packages.iter_package_rows(folder, counts))
+        dropped.update({name: count for name, count in counts.items() if name.startswith("dropped_")})
     elif config.source == "nemotron_v2":
         yield from ((row, None) for row in _nemotron_rows(config.data_dir))
     else:

@@ -141,7 +141,7 @@ def sha256_file(path: Path | str) -> str:
 
 
 def sha256_tree(folder: Path | str) -> str:
-    """Hex digest of a folder: relative names and contents of all files, sorted; hidden files are left out.
+    """Hex digest of a folder: relative names and contents of its visible files, sorted.
 
     Raises ValueError if `folder` is not a folder.
     """
@@ -155,6 +155,10 @@ def sha256_tree(folder: Path | str) -> str:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """All files below `folder` with no hidden part in their relative path."""
+    """All files below `folder` with no hidden part in their relative path, and none that Python has cached."""
+
+    def hidden(part: str) -> bool:
+        return part.startswith(".") or part == "__pycache__"
+
     files = (path for path in folder.rglob("*") if path.is_file())
-    return [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    return [path for path in files if not any(hidden(part) for part in path.relative_to(folder).parts)]

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 APP = "lilicorr"  # name of the application in Serve
 APPLICATIONS = "/api/serve/applications/"
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("lilicorr", "serve_app")  # what a replica imports
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 REQUEST_TIMEOUT_S = 60.0
@@ -97,7 +98,7 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     application does not come up.
     """
     deploy, folder = config.deploy, config.directory.resolve() / "deploy"
-    checkpoint = config.directory.resolve() / "train" / deploy.run / "final"
+    checkpoint = deployed_checkpoint(config)
     if not (checkpoint / "config.json").is_file():
         raise ValueError(f"deploy.run {deploy.run!r} is not trained: {checkpoint} has no config.json")
     code = copy_code(folder / ".code")
@@ -130,25 +131,42 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     return {"url": url, "model": deploy.model_name, "version": version}
 
 
+def deployed_checkpoint(config: PipelineConfig) -> Path:
+    """The draft model that is to be served."""
+    return config.directory.resolve() / "train" / config.deploy.run / "final"
+
+
+def wanted_version(config: PipelineConfig) -> str:
+    """The version that deploying now would serve: of weights and code as they are.
+
+    Raises ValueError for an untrained run.
+    """
+    return fingerprint(sha256_tree(deployed_checkpoint(config)), code_hash(ROOT))
+
+
+def code_hash(root: Path) -> str:
+    """16 hex digits of what a replica imports from below `root`."""
+    return fingerprint([sha256_tree(root / package) for package in PACKAGES])
+
+
 def copy_code(folder: Path) -> Path:
     """A copy of what the replicas import, under its hash in `folder`, which stays as it is while they run.
 
     The working directory of a job would not do: it ends with the job.
     """
-    root = Path(__file__).resolve().parents[1]
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         aside = Path(temporary) / "code"
         for package in PACKAGES:
-            shutil.copytree(root / package, aside / package, ignore=shutil.ignore_patterns("__pycache__"))
-        code = folder / sha256_tree(aside)[:16]
+            shutil.copytree(ROOT / package, aside / package, ignore=shutil.ignore_patterns("__pycache__"))
+        code = folder / code_hash(aside)
         if not code.is_dir():
             aside.rename(code)
     return code
 
 
 def build_application(config: PipelineConfig, checkpoint: Path, code: Path) -> dict[str, Any]:
-    """The entry of a Serve config. Its `version` is the content of weights and code: a change of either redeploys."""
+    """The entry of a Serve config. Its `version` (`wanted_version`) changes with weights or code, and redeploys."""
     from lilicorr.target import resolve_target
     from serve_app.app import AppArgs
 

@@ -33,7 +33,9 @@ TRAIN_PACE = ("num_workers", "gpus_per_worker", "max_failures", "checkpoint_step
 
 
 def endpoint_problem(config: PipelineConfig) -> str | None:
-    """Why the deployed endpoint has to be deployed again, None while it answers with the weights deployed here."""
+    """Why the deployed endpoint has to be deployed again, None while it answers with these weights and this code."""
+    from pipelines.deploy import deployed_checkpoint, wanted_version
+
     endpoint = json.loads((config.directory / "deploy" / "endpoint.json").read_text(encoding="utf-8"))
     url = f"{endpoint['url']}/v1/models"
     try:
@@ -41,7 +43,12 @@ def endpoint_problem(config: PipelineConfig) -> str | None:
             served = json.load(response)["data"][0]["fingerprint"]
     except (OSError, ValueError, LookupError) as error:
         return f"the endpoint does not answer at {url}: {error!r}"
-    return None if served == endpoint["version"] else f"something else is served at {endpoint['url']} now"
+    if served != endpoint["version"]:
+        return f"something else is served at {endpoint['url']} now"
+    if not deployed_checkpoint(config).is_dir():
+        return f"run {config.deploy.run} is not trained any more"
+    wanted = wanted_version(config)
+    return None if served == wanted else f"weights or code changed: version {served} is served, {wanted} is here"
 
 
 def _stage(name: str, fields: tuple[str, ...], **more: Any) -> Stage:
@@ -65,7 +72,7 @@ STAGES = (
     ),
     _stage("evaluate", ("target", "evaluate"), inputs=("prepare", "train")),
     # It needs a cluster that outlives this process, and finds or starts one itself.
-    _stage("deploy", ("target", "deploy"), inputs=("train",), problem=endpoint_problem),
+    _stage("deploy", ("target", "deploy"), inputs=("prepare", "train"), problem=endpoint_problem),
 )
 
 

@@ -47,7 +47,7 @@ OBJECT_STORE_BYTES = 500_000_000
 SERVE_PORT = 8000  # of Ray Serve and of the profiles
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 10.0
-EXCLUDED = (".venv", "runs", ".git", "build", "__pycache__", "*.egg-info")
+EXCLUDED = (".venv", ".venv-vllm", "runs", ".git", "build", "__pycache__", "*.egg-info")
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -111,6 +111,24 @@ def connect(run_directory: Path) -> None:
             _node_ip_address="127.0.0.1",
             _temp_dir=temporary,
         )
+
+
+def check_resources(count: int, what: str, each: dict[str, float], options: str) -> None:
+    """Raise ValueError where the cluster, grown as far as its autoscaler may, has less than `count` times `each`.
+
+    `what` is counted and `options` are the config keys to lower, for the message.
+    """
+    import ray
+    from ray._private.state import state
+
+    now, grown = ray.cluster_resources(), state.get_max_resources_from_cluster_config() or {}
+    for name, amount in each.items():
+        wanted, most = count * amount, max(now.get(name, 0.0), grown.get(name, 0.0))
+        if wanted > most:
+            raise ValueError(
+                f"{count} {what} of {amount:g} {name} each need {wanted:g} {name}, the cluster has {most:g}; "
+                f"lower {options}, or add nodes"
+            )
 
 
 def owns_instance() -> bool:

@@ -167,7 +167,9 @@ def run_on_ray(work: Work) -> None:
         local.connect(work.config.directory)
     settings = work.config.regenerate
     num_actors = min(settings.num_actors, len(work.shards))
-    check_resources(num_actors, {"CPU": settings.cpus_per_actor, "GPU": settings.gpus_per_actor})
+    each = {"CPU": settings.cpus_per_actor, "GPU": settings.gpus_per_actor}
+    options = ", ".join(f"regenerate.{key}" for key in ("num_actors", "cpus_per_actor", "gpus_per_actor"))
+    local.check_resources(num_actors, "actors", each, options)
     work.attempts.mkdir(parents=True)
     # One shard is one block: the unit in which Ray Data schedules, retries and reports.
     indices = ray.data.from_items([{"shard": i} for i in range(len(work.shards))], override_num_blocks=len(work.shards))
@@ -183,22 +185,6 @@ def run_on_ray(work: Work) -> None:
     done.context.execution_no_progress_timeout_s = -1  # a shard may take longer than the default half hour
     done.context.max_consecutive_actor_init_deaths = settings.max_attempts
     done.take_all()
-
-
-def check_resources(num_actors: int, per_actor: dict[str, float]) -> None:
-    """Raise ValueError where the cluster, grown as far as its autoscaler may, has less than the actors ask for."""
-    import ray
-
-    now = ray.cluster_resources()
-    limits = ray._private.state.state.get_max_resources_from_cluster_config() or {}
-    for name, amount in per_actor.items():
-        wanted, most = num_actors * amount, max(now.get(name, 0), limits.get(name, 0))
-        if wanted > most:
-            raise ValueError(
-                f"regeneration asks for {wanted:g} {name} ({num_actors} actors x {amount:g}), "
-                f"the cluster has {most:g}; lower regenerate.num_actors or regenerate.{name.lower()}s_per_actor, "
-                "or add nodes"
-            )
 
 
 class GeneratorActor:

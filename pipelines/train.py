@@ -52,6 +52,7 @@ from lilicorr.training import (
     run_fingerprint,
     start_drafter,
 )
+from pipelines import local
 from pipelines.shards import data_path, read_manifest, read_plan
 from pipelines.stage import VERSIONS
 
@@ -207,15 +208,13 @@ def set_aside(job: Job) -> None:
 
 def fit(job: Job) -> None:
     """Train one run on the cluster; returns when `final/` and `result.json` are written."""
-    from pipelines import local
-
     local.connect(job.config.directory)
     import ray.train
     from ray.train.torch import TorchTrainer
 
     config = job.config.train
     resources = {"CPU": 1.0} | ({"GPU": config.gpus_per_worker} if config.gpus_per_worker else {})
-    check_resources(resources, config.num_workers, ray.cluster_resources())
+    local.check_resources(config.num_workers, "workers", resources, "train.num_workers or train.gpus_per_worker")
     trainer = TorchTrainer(
         worker_loop,
         train_loop_config={"config": to_dict(job.config), "name": job.name, "identity": job.identity},
@@ -230,20 +229,6 @@ def fit(job: Job) -> None:
     )
     logger.info("run %s: %d workers with %s each", job.name, config.num_workers, resources)
     trainer.fit()
-
-
-def check_resources(resources: dict[str, float], num_workers: int, now: dict[str, float]) -> None:
-    """Raise ValueError if the cluster, which has `now` and may grow by its autoscaler, cannot hold the workers."""
-    from ray._private.state import state
-
-    grown = state.get_max_resources_from_cluster_config() or {}
-    for name, amount in resources.items():
-        needed, limit = amount * num_workers, max(now.get(name, 0.0), grown.get(name, 0.0))
-        if needed > limit:
-            raise ValueError(
-                f"{num_workers} workers need {needed:g} {name}, the cluster has {limit:g}; "
-                "lower train.num_workers or train.gpus_per_worker, or add nodes"
-            )
 
 
 def worker_loop(settings: dict[str, Any]) -> None:

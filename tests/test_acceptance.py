@@ -65,16 +65,23 @@ def test_figures_are_weighted_by_blocks_and_speed_is_relative_to_autoregression(
     assert found["tau_gain_over_dflash_percent"] == pytest.approx(50.0)
     assert found["tau_ci95"] == [2.0, 8 / 3]  # of one prompt twice, and of the other
     assert found["speedup_ci95"] == [3.0, 6.0]
+    # the same two extremes: the first prompt twice (3 blocks), and the second (1 block, one of three slots accepted)
+    assert found["per_slot_ci95"] == [[1.0, 1.0], [0.0, 2 / 3], [1.0, 1.0]]
+    assert found["oracle_prefix_ci95"] == [2.0, 2.0]
+    assert found["selected_prefix_ci95"] == [1.0, 2.0] and found["top1_prefix_ci95"] == [1.0, 4 / 3]
+    assert found["tau_gain_over_dflash_percent_ci95"] == [pytest.approx(100 / 3), pytest.approx(100.0)]
 
 
 def test_figures_without_data_are_none():
     empty = answer_sums(Answer([1], 0, 0, 1.0, []), 2, 2)
     found = figures(stack_sums([empty]), table([1], [0], [1.0]), None, resamples(1, 20, seed=0))
     assert found["tau"] is None and found["tau_ci95"] is None and found["per_slot"] == [None, None]
+    assert found["per_slot_ci95"] == [None, None] and found["oracle_prefix_ci95"] is None
     assert found["speedup"] == 1.0 and "tau_gain_over_dflash" not in found
     json.dumps(found, allow_nan=False)
     plain = figures(table([5], [4], [1.0]), table([5], [4], [1.0]), None, resamples(1, 20, seed=0))
-    assert plain["oracle_prefix"] is None and plain["per_slot"] == []
+    assert plain["oracle_prefix"] is plain["oracle_prefix_ci95"] is None
+    assert plain["per_slot"] == plain["per_slot_ci95"] == []
 
 
 def test_resamples_draw_every_prompt_equally_often_and_repeat_with_the_seed():

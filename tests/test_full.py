@@ -15,7 +15,7 @@ import pytest
 
 from fake_stages import NAMES, NUM_STEPS, STAGES, made
 from lilicorr.config import PipelineConfig
-from pipelines import full
+from pipelines import deploy, full
 from pipelines.stage import read_marker
 
 SCRIPT = Path(__file__).with_name("fake_stages.py")
@@ -116,23 +116,32 @@ def test_fake_stages_have_the_real_dependencies() -> None:
 
 
 class Endpoint(BaseHTTPRequestHandler):
-    """Answers /v1/models with the fingerprint `v1`."""
+    """Answers /v1/models with a fingerprint."""
+
+    fingerprint = "v1"
 
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/v1/models" else 404)
         self.end_headers()
-        self.wfile.write(json.dumps({"data": [{"id": "m", "fingerprint": "v1"}]}).encode())
+        self.wfile.write(json.dumps({"data": [{"id": "m", "fingerprint": self.fingerprint}]}).encode())
 
     def log_message(self, *_: object) -> None:
         pass
 
 
-def test_only_the_endpoint_that_was_deployed_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_endpoint_that_was_deployed_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = PipelineConfig(profile="p", run_dir=str(tmp_path))
+    weights = config.directory / "train" / config.deploy.run / "final" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"one")
+    version = deploy.wanted_version(config)
+    monkeypatch.setattr(Endpoint, "fingerprint", version)
     server = HTTPServer(("127.0.0.1", 0), Endpoint)
     path = config.directory / "deploy" / "endpoint.json"
     path.parent.mkdir(parents=True)
-    record = {"url": f"http://127.0.0.1:{server.server_port}", "version": "v1", "curl": "curl it"}
+    record = {"url": f"http://127.0.0.1:{server.server_port}", "version": version, "curl": "curl it"}
     path.write_text(json.dumps(record))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -140,6 +149,17 @@ def test_only_the_endpoint_that_was_deployed_counts(tmp_path: Path, capsys: pyte
         assert full.endpoint_problem(config) is None
         full.print_results(config)
         assert capsys.readouterr().out == "curl it\n"
+        weights.write_bytes(b"two")
+        assert f"weights or code changed: version {version} is served, " in (full.endpoint_problem(config) or "")
+        weights.rename(weights.parent.with_name("weights"))
+        weights.parent.rmdir()
+        assert full.endpoint_problem(config) == "run lilicorr is not trained any more"
+        weights.parent.mkdir()
+        weights.write_bytes(b"one")
+        for package in deploy.PACKAGES:
+            (tmp_path / "code" / package).mkdir(parents=True)
+        monkeypatch.setattr(deploy, "ROOT", tmp_path / "code")
+        assert "weights or code changed" in (full.endpoint_problem(config) or "")
         path.write_text(json.dumps({**record, "version": "v2"}))
         assert full.endpoint_problem(config) == f"something else is served at {record['url']} now"
     finally:

@@ -12,6 +12,8 @@ import pytest
 
 from fake_wheels import json_lines, put_benchmark_wheels, put_wheel
 from lilicorr import packages, wheels
+from lilicorr.config import PromptConfig
+from lilicorr.prompts import load_conversations
 
 REGISTRY = "evals/registry/data"
 LEAK = "given a list of numbers return how many of them are larger than every number before it"
@@ -107,6 +109,17 @@ def test_every_row_is_accounted_for(folder: Path) -> None:
         "dropped_unknown_role": 1,
     }
     assert counts["rows"] - sum(n for name, n in counts.items() if name.startswith("dropped")) == len(rows)
+
+
+def test_rows_that_the_source_drops_reach_the_counts_of_the_stage(folder: Path) -> None:
+    config = PromptConfig(source="packages", data_dir=str(folder), held_out_fraction=0.0, max_chars=40)
+    train, held_out, counts = load_conversations(config)
+    assert (counts["rows"], counts["train"], counts["duplicate"], held_out) == (19, len(train), 2, [])
+    dropped = {name: count for name, count in counts.items() if name.startswith("dropped_")}
+    # over 40 characters is the function to write, over 8,000 the one that the source itself drops
+    assert dropped["dropped_too_long"] == 2 and dropped["dropped_in_evaluation_set"] == 1
+    assert dropped["dropped_no_messages"] == 2 and "dropped_duplicate" not in dropped
+    assert sum(dropped.values()) + 2 + len(train) == 19
 
 
 def test_the_order_in_the_archive_does_not_matter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,9 +340,9 @@ def test_a_killed_driver_is_continued(config: PipelineConfig, by_value: None) ->
 @pytest.mark.timeout(300)
 def test_too_few_resources_are_an_error_at_once(config: PipelineConfig, ray_cluster: None) -> None:
     start = time.monotonic()
-    with pytest.raises(ValueError, match=r"asks for 3 GPU \(3 actors x 1\), the cluster has 0; .*gpus_per_actor"):
+    with pytest.raises(ValueError, match=r"3 actors of 1 GPU each need 3 GPU, the cluster has 0; .*gpus_per_actor"):
         regenerate.run(change(config, num_actors=3, gpus_per_actor=1.0), make_replay)
-    with pytest.raises(ValueError, match=r"asks for 18 CPU \(6 actors x 3\), the cluster has 4"):
+    with pytest.raises(ValueError, match=r"6 actors of 3 CPU each need 18 CPU, the cluster has 4"):
         regenerate.run(change(config, num_actors=100, cpus_per_actor=3.0), make_replay)
     assert time.monotonic() - start < 20
     assert not list((folder_of(config) / "manifest").iterdir())

@@ -255,18 +255,6 @@ def test_the_training_set_is_built_again_for_other_settings(config: PipelineConf
     assert second["longest_row"] == 20 and second["content"] != first["content"]
 
 
-def test_a_cluster_that_is_too_small_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = pytest.importorskip("ray._private.state").state
-    monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: None)
-    train.check_resources({"CPU": 1.0}, 4, {"CPU": 4.0})
-    with pytest.raises(ValueError, match="5 workers need 5 CPU, the cluster has 4"):
-        train.check_resources({"CPU": 1.0}, 5, {"CPU": 4.0})
-    with pytest.raises(ValueError, match="4 workers need 2 GPU, the cluster has 0"):
-        train.check_resources({"CPU": 1.0, "GPU": 0.5}, 4, {"CPU": 4.0})
-    monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: {"CPU": 64, "GPU": 8})
-    train.check_resources({"CPU": 1.0, "GPU": 1.0}, 8, {"CPU": 4.0})  # the autoscaler will add nodes
-
-
 def descendants(pid: int) -> Iterator[tuple[int, str]]:
     """Process ids and command lines of everything started below `pid`."""
     parents: dict[int, list[int]] = {}

@@ -158,6 +158,24 @@ def test_again_is_the_same_and_new_weights_are_not(cluster: FakeCluster, config:
     assert "DELETE" not in cluster.requests
 
 
+def test_the_wanted_version_is_the_deployed_one_until_code_or_weights_change(
+    cluster: FakeCluster, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing but the code differs in the end: what Python caches of it does not count."""
+    root = tmp_path / "code"
+    for package in deploy.PACKAGES:
+        (root / package / "__pycache__").mkdir(parents=True)
+        (root / package / "a.py").write_text("A = 1\n")
+    monkeypatch.setattr(deploy, "ROOT", root)
+    first = run(config)["version"]
+    assert first == deploy.wanted_version(config)
+    (root / "lilicorr" / "__pycache__" / "a.pyc").write_bytes(b"x")
+    assert deploy.wanted_version(config) == first
+    (root / "serve_app" / "a.py").write_text("A = 2\n")
+    assert deploy.wanted_version(config) != first
+    assert run(config)["version"] == deploy.wanted_version(config)
+
+
 def test_other_applications_stay(cluster: FakeCluster, config: PipelineConfig) -> None:
     cluster.http_options = {"host": "127.0.0.1", "port": config.deploy.port}
     cluster.applications = {"other": {"deployed_app_config": OTHER, **OTHER}}
