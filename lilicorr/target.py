@@ -210,9 +210,9 @@ def resolve_target(config: TargetConfig) -> str:
     if config.source == "embedded":
         return str(Path(__file__).parent / "embedded")
     if config.source == "random":
-        from lilicorr.tiny import tiny_target_folder
+        from lilicorr.tiny import RANDOM, tiny_target_folder
 
-        return str(tiny_target_folder(cache_dir() / "random"))
+        return str(tiny_target_folder(cache_dir() / "random", **RANDOM))
     if config.source == "smollm2":
         from lilicorr.smollm2 import smollm2_folder
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
+from lilicorr.benchmarks import BENCHMARKS
 from lilicorr.config import (
     ArgmaxConfig,
     LiLiCorrConfig,
@@ -20,6 +22,7 @@ from lilicorr.config import (
     to_dict,
     with_overrides,
 )
+from lilicorr.target import default_layer_ids, resolve_target
 from pipelines.full import ABLATION, with_ablations
 
 PROFILES = Path(__file__).parents[1] / "pipelines" / "profiles"
@@ -66,6 +69,26 @@ def test_the_small_profiles_need_no_gpu(name: str) -> None:
     assert config.regenerate.engine == "transformers" and config.train.precision == "float32"
     gpus = (config.regenerate.gpus_per_actor, config.train.gpus_per_worker, config.deploy.gpus_per_replica)
     assert gpus == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_evaluation_sets_are_the_held_out_prompts_and_what_packages_ship(name: str) -> None:
+    packaged = [set_name for set_name, benchmark in BENCHMARKS.items() if benchmark.shipped]
+    assert sorted(packaged) == ["aime25_25", "gsm8k_100", "humaneval", "mt_bench"]
+    sets = load(name).evaluate.sets
+    assert sets[0] == "held_out" and set(sets[1:]) <= set(packaged)
+    if name in ("single_gpu", "paper_4b", "paper_8b"):  # a small machine may take fewer
+        assert set(sets[1:]) == set(packaged)
+
+
+def test_the_tiny_profile_captures_one_of_the_two_layers_of_its_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LILICORR_CACHE", str(tmp_path))
+    config = load("tiny")
+    shape = AutoConfig.from_pretrained(resolve_target(config.target))
+    assert (shape.model_type, shape.num_hidden_layers) == ("qwen3", 2)
+    assert default_layer_ids(2, config.train.drafter.num_captured_layers or 0) == (1,)
 
 
 def test_table_4() -> None:
