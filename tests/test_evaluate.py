@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load, save
 
 from lilicorr import decode, evaluate
 from lilicorr.acceptance import Answer
@@ -280,6 +281,16 @@ def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception, match="the set was done"):
         patch.setitem(stage.VERSIONS, "evaluate", 99)
         stage.run(config)  # and so is what an older version of the stage measured
+
+    weights = config.directory / "train" / "ours" / "final" / "model.safetensors"
+    whole, measured = weights.read_bytes(), (config.directory / "evaluate" / "results.json").read_bytes()
+    tensors = {name: tensor for name, tensor in load(whole).items() if name != "norm.weight"}
+    weights.write_bytes(save(tensors))
+    with pytest.raises(ValueError, match=r"model\.safetensors: 1 tensors are missing: norm\.weight"):
+        stage.run(config)
+    assert (config.directory / "evaluate" / "results.json").read_bytes() == measured
+    weights.write_bytes(whole)
+    assert stage.run(config) == summary  # what was measured before still counts
 
     for name, system in (("other", SystemConfig()), ("autoregressive", SystemConfig(run="ours"))):
         config.evaluate.systems[name] = system
