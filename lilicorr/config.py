@@ -104,6 +104,7 @@ class LiLiCorrConfig:
     margin: float = 2.0  # rho
     full_blocks_only: bool = True  # supervise the head only on blocks whose every slot has a label
     ramp_fraction: float = 0.0  # share of the steps over which the head's weight rises from 0
+    token_scale: float = 0.0  # rms of the projected target embeddings at the start; 0: as N(0, 0.02) weights give it
     walk: str = "greedy"  # greedy | exact
 
 

@@ -139,5 +139,6 @@ def build_draft_model(
     vocab_ids: Tensor | None = None,
 ) -> DraftModel:
     """A freshly initialised draft model on the target's tables and device."""
-    model = DraftModel(shape, spec, head, head_config, target.embed, target.lm_head, vocab_ids)
-    return model.to(target.device)
+    model = DraftModel(shape, spec, head, head_config, target.embed, target.lm_head, vocab_ids).to(target.device)
+    model.head.fit_table(target.embed)
+    return model

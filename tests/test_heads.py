@@ -244,3 +244,21 @@ def test_parameter_counts_of_the_paper(hidden, parameters):
         head = LiLiCorrHead(LiLiCorrConfig(), make_shape(hidden_size=hidden), spec)
     assert sum(p.numel() for p in head.parameters()) == parameters
     assert len(head.state_dict()) == 46
+
+
+def test_the_token_projection_starts_at_the_scale_of_the_table():
+    """The projected table has the wanted root mean square, whatever the table's own; without a wish nothing changes."""
+    torch.manual_seed(0)
+    embed = 0.01 * torch.randn(67, 32, dtype=torch.float64)
+    for scale in (0.0, 1.5):
+        head = HEADS["lilicorr"](
+            from_dict(LiLiCorrConfig, SMALL["lilicorr"] | {"token_scale": scale}), make_shape(), SPEC
+        )
+        head = head.double()
+        before = head.token_proj.weight.clone()
+        head.fit_table(embed)
+        rms = float((embed @ head.token_proj.weight.detach().T).square().mean().sqrt())
+        assert rms == pytest.approx(scale) if scale else torch.equal(head.token_proj.weight, before)
+    wide = SMALL["lilicorr"] | {"hidden_size": 32, "token_scale": 1.0}
+    with pytest.raises(ValueError, match="token_scale needs a token projection"):
+        HEADS["lilicorr"](from_dict(LiLiCorrConfig, wide), make_shape(), SPEC)

@@ -27,6 +27,9 @@ class Head(nn.Module):
         self.config = config
         self.spec = spec
 
+    def fit_table(self, embed: Tensor) -> None:
+        """Fit fresh weights to the target's embedding table [V, H]; most heads have nothing to fit."""
+
     def propose(self, draft: DraftOutput, sampling: Any = None) -> Proposal:
         """Draft the S tokens of every block."""
         raise NotImplementedError

@@ -84,6 +84,8 @@ class LiLiCorrHead(Head):
         width, outer, slots = config.hidden_size or shape.hidden_size, shape.hidden_size, spec.num_slots
         if width % config.num_heads:
             raise ValueError(f"the head's width {width} is not a multiple of its {config.num_heads} attention heads")
+        if config.token_scale < 0 or (config.token_scale and width == outer):
+            raise ValueError(f"token_scale needs a token projection and must not be negative, got {config.token_scale}")
         # A head as wide as the drafter takes the embedding as it is, as in the public servers.
         self.token_proj = nn.Identity() if width == outer else nn.Linear(outer, width)
         self.pass_hidden_proj = nn.Linear(outer, width)
@@ -106,6 +108,17 @@ class LiLiCorrHead(Head):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
+
+    @torch.no_grad()
+    def fit_table(self, embed: Tensor) -> None:
+        """With `token_scale`, scale `token_proj` so that the projected table has this root mean square.
+
+        Small target embeddings are otherwise lost beside the drafter's state, which all candidates of a slot
+        share, and the head first has to grow the weights that tell them apart (docs/training.md).
+        """
+        if self.config.token_scale:
+            projected = nn.functional.linear(embed.to(self.token_proj.weight.dtype), self.token_proj.weight)
+            self.token_proj.weight.mul_(self.config.token_scale / projected.square().mean().sqrt())
 
     def propose(self, draft: DraftOutput, sampling: Any = None) -> Proposal:
         """The walk's tokens, whatever the temperature: the deterministic contract of section 4.1."""
