@@ -14,6 +14,7 @@ from lilicorr.blocks import wide
 from lilicorr.kernels.language import jit, next_power, tl
 from lilicorr.lattice import WALKS
 
+KERNEL_WALKS = ("greedy", "exact")
 VECTOR_BLOCK = 64  # entries of the vectors in one product
 
 
@@ -122,22 +123,28 @@ def _walk_kernel(scores, chosen, confidence, num_slots, K: tl.constexpr, SLOTS: 
 def match_walk_triton(
     start: Tensor, out: Tensor, into: Tensor, scale: float, eps: float, walk: str = "greedy"
 ) -> tuple[Tensor, Tensor]:
-    """The Triton version of `match_walk`: all scores at once, then a walk per block."""
-    if walk not in WALKS:
-        raise ValueError(f"walk must be one of {', '.join(WALKS)}, got {walk!r}")
+    """The Triton version of `match_walk`: all scores at once, then a walk per block.
+
+    The greedy and the exact walk have a kernel; any other goes over the same scores as in the reference.
+    """
     num_blocks, num_slots, num_candidates, width = into.shape
     if num_candidates != next_power(num_candidates):
         raise ValueError(f"the number of candidates must be a power of two, got {num_candidates}")
     assert start.shape == (num_blocks, width) and out.shape == into.shape, (start.shape, out.shape, into.shape)
     start, out, into = start.contiguous(), out.contiguous(), into.contiguous()
     scores = torch.empty(num_blocks, num_slots, num_candidates, num_candidates, device=into.device)
-    ranks = torch.empty(num_blocks, num_slots, dtype=torch.int64, device=into.device)
-    confidence = torch.empty(num_blocks, num_slots, device=into.device)
     if num_blocks:
         padded = max(16, num_candidates)  # the least that a matrix unit takes
         _scores_kernel[(num_blocks, num_slots)](
             start, out, into, scores, width, scale, eps, num_candidates, padded, VECTOR_BLOCK
         )
+    if walk not in KERNEL_WALKS:
+        pair = (scores[:, 0, 0], scores[:, 1:])
+        ranks = WALKS[walk](*pair)
+        return ranks, step_confidence(*pair, ranks)
+    ranks = torch.empty(num_blocks, num_slots, dtype=torch.int64, device=into.device)
+    confidence = torch.empty(num_blocks, num_slots, device=into.device)
+    if num_blocks:
         sizes = (num_slots, num_candidates, next_power(num_slots), walk == "exact")
         _walk_kernel[(num_blocks,)](scores, ranks, confidence, *sizes, num_warps=4 if walk == "exact" else 1)
     return ranks, confidence

@@ -6,6 +6,7 @@ the confidence features of `lattice.build_lattice`. Paper: section 3.2 and Appen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +34,15 @@ class NodeWeights:
     rank_embedding: Tensor  # [K, W]
 
 
+NodeBuild = Callable[[Lattice, Tensor, Tensor, Tensor, NodeWeights], Tensor]  # `build_nodes` and its versions
+
+
 def build_nodes_reference(
     lattice: Lattice, table: Tensor, table_rows: Tensor, slot_terms: Tensor, weights: NodeWeights
 ) -> Tensor:
     """The definition of `build_nodes`; differentiable."""
     norm = ((NUM_FEATURES,), weights.norm_weight, weights.norm_bias, weights.norm_eps)
-    normed = nn.functional.layer_norm(lattice.features.to(slot_terms.dtype), *norm)
+    normed = nn.functional.layer_norm(lattice.features.to(weights.norm_weight.dtype), *norm)
     hidden = nn.functional.silu(nn.functional.linear(normed, weights.up_weight, weights.up_bias))
     nodes = nn.functional.embedding(table_rows, table) + slot_terms[:, :, None]
     nodes = nodes + nn.functional.linear(hidden, weights.down_weight, weights.down_bias)

@@ -17,6 +17,12 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.fixture
+def half() -> torch.dtype:
+    """A half precision that matrix products have there: the interpreter multiplies the bits of bfloat16."""
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float16
+
+
 @pytest.fixture(autouse=True)
 def fresh_memory_is_nan() -> Iterator[None]:
     """`torch.empty` gives NaN and the largest integers, so an element that a kernel leaves out is seen."""

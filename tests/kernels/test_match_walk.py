@@ -48,7 +48,7 @@ def test_triton_equals_reference(shape: tuple[int, int, int, int], walk: str, de
 @pytest.mark.parametrize("walk", sorted(WALKS))
 def test_ties_go_to_the_lower_rank_and_vectors_of_zero_are_no_nan(walk: str, device: str):
     start, out, into = (x.to(device) for x in make_vectors(3, 6, 4, 32))
-    into[0] = into[0, :, :1]  # every candidate of a slot is reached alike
+    out[0], into[0] = out[0, :, :1], into[0, :, :1]  # all candidates of a slot are alike
     out[1], into[2], start[2] = 0, 0, 0
     for version in (match_walk_reference, match_walk_triton):
         ranks, confidence = version(start, out, into, SCALE, EPS, walk)
@@ -57,16 +57,25 @@ def test_ties_go_to_the_lower_rank_and_vectors_of_zero_are_no_nan(walk: str, dev
         assert torch.allclose(confidence[2], torch.full_like(confidence[2], 0.25))
 
 
-def test_half_precision_vectors_are_summed_in_full(device: str):
-    vectors = [x.bfloat16().to(device) for x in make_vectors(4, 5, 8, 256)]
+def test_half_precision_vectors_are_summed_in_full(device: str, half: torch.dtype):
+    vectors = [x.to(device, half) for x in make_vectors(4, 5, 8, 256)]
     ranks, confidence = match_walk_triton(*vectors, SCALE, EPS)
     expected = match_walk_reference(*(x.float() for x in vectors), SCALE, EPS)
     assert torch.equal(ranks, expected[0]) and torch.allclose(confidence, expected[1], atol=1e-5)
 
 
-def test_unknown_walk_and_odd_widths_are_named(device: str):
+def test_a_walk_without_a_kernel_goes_over_the_scores(monkeypatch: pytest.MonkeyPatch, device: str):
+    monkeypatch.setitem(WALKS, "worst", lambda anchor, pairs: WALKS["greedy"](-anchor, -pairs))
+    vectors = [x.to(device) for x in make_vectors(2, 4, 4, 16)]
+    ranks, confidence = match_walk_triton(*vectors, SCALE, EPS, "worst")
+    expected = match_walk_reference(*vectors, SCALE, EPS, "worst")
+    assert torch.equal(ranks, expected[0]) and torch.allclose(confidence, expected[1], atol=1e-5)
+    assert not torch.equal(ranks, match_walk_triton(*vectors, SCALE, EPS)[0])
+
+
+def test_no_blocks_and_odd_numbers_of_candidates(device: str):
     vectors = [x.to(device) for x in make_vectors(1, 2, 3, 16)]
     with pytest.raises(ValueError, match="power of two, got 3"):
         match_walk_triton(*vectors, SCALE, EPS)
-    with pytest.raises(ValueError, match="greedy.*'random'"):
-        match_walk_triton(*vectors, SCALE, EPS, "random")
+    nobody = [x[:0].to(device) for x in make_vectors(1, 5, 4, 16)]
+    assert [x.shape for x in match_walk_triton(*nobody, SCALE, EPS)] == [(0, 5), (0, 5)]
