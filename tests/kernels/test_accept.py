@@ -81,7 +81,7 @@ def test_sparse_proposals_get_the_same_verdicts(vocab: int, filtered: bool, devi
 @pytest.mark.parametrize("vocab", [7, DRAW_TILE + 1])
 def test_slots_behind_the_length_are_not_tested(vocab: int, device: str):
     torch.manual_seed(vocab)
-    logits, sampling = make_logits(vocab, device), make_sampling(device)
+    logits, sampling = 3 * make_logits(vocab, device), make_sampling(device)
     lengths = torch.tensor([0, 1, 2, 0, 1, 1], device=device)
     point, sparse = Proposal(logits[:, :-1].argmax(-1)), drawn_proposal(logits, sampling, 3)
     for proposal in (point, sparse):
