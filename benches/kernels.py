@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -317,10 +319,10 @@ def main() -> None:
         # Triton reads it when it is imported, which has happened: start again
         command = [sys.executable, "-m", "benches.kernels", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, "TRITON_INTERPRET": "1"})
-    with torch.no_grad():
+    with torch.no_grad(), numpy.errstate(divide="ignore"):  # NumPy, the interpreter's, warns of log(0)
         rows = bench(arguments.dry)
     if arguments.output is not None:
-        made = provenance(dry=arguments.dry)
+        made = provenance(command=shlex.join(["python", "-m", "benches.kernels", *sys.argv[1:]]))
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         with arguments.output.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({**row, "provenance": made}) + "\n" for row in rows)

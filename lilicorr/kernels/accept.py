@@ -48,7 +48,8 @@ def _first_largest(logits, tops, num_ids, WIDTH: tl.constexpr):
     """The first of a row's largest logits, which lies in the first tile with the largest maximum."""
     first = tl.argmax(tops, axis=0) * WIDTH
     columns = first + tl.arange(0, WIDTH)
-    return first + tl.argmax(tl.load(logits + columns, mask=columns < num_ids, other=float("-inf")), axis=0)
+    x = tl.load(logits + columns, mask=columns < num_ids, other=float("-inf")).to(tl.float32)
+    return first + tl.argmax(x, axis=0)
 
 
 @jit
