@@ -25,7 +25,7 @@ class BlockRecord:
     """What one verified block drafted, and how much of it was accepted."""
 
     start: int  # index of slot 1's token in the answer
-    drafts: list[int]  # [S]
+    drafts: list[int]  # [S], fewer where the head ended the block early
     candidates: list[list[int]]  # [S, K], likeliest first
     num_accepted: int  # as verified, before the answer was cut
 
@@ -45,13 +45,15 @@ def answer_sums(answer: Answer, num_slots: int, num_candidates: int) -> Sums:
     """The sums of one answer that every figure is made of.
 
     A slot counts where the finished answer has a token for it: what was cut behind a stop token or the limit
-    is neither a hit nor a miss. A slot is reached when all slots before it were accepted.
+    is neither a hit nor a miss. A slot is reached when it was drafted and all slots before it were accepted.
     """
     blocks = answer.blocks
     answer_ids = np.array([*answer.token_ids, *[-1] * num_slots])
     slots = np.arange(num_slots)
     labels = answer_ids[np.array([block.start for block in blocks], dtype=np.int64)[:, None] + slots]
-    drafts = np.array([block.drafts for block in blocks], dtype=np.int64).reshape(labels.shape)
+    lengths = np.array([len(block.drafts) for block in blocks], dtype=np.int64)[:, None]
+    padded = [[*block.drafts, *[-2] * (num_slots - len(block.drafts))] for block in blocks]
+    drafts = np.array(padded, dtype=np.int64).reshape(labels.shape)
     lattice = np.array([block.candidates for block in blocks], dtype=np.int64).reshape(*labels.shape, num_candidates)
     num_accepted = np.array([block.num_accepted for block in blocks], dtype=np.int64)[:, None]
     exists = labels >= 0
@@ -60,7 +62,8 @@ def answer_sums(answer: Answer, num_slots: int, num_candidates: int) -> Sums:
         "seconds": np.array(answer.seconds),
         "blocks": np.array(answer.num_blocks),
         "block_tokens": np.array(answer.num_block_tokens),
-        "reached": (exists & (slots <= num_accepted)).sum(0),
+        "drafted": lengths.sum(),
+        "reached": (exists & (slots <= num_accepted) & (slots < lengths)).sum(0),
         "accepted": (exists & (slots < num_accepted)).sum(0),
         "oracle_prefix": _leading((lattice == labels[..., None]).any(-1)),
         "selected_prefix": _leading(drafts == labels),
@@ -104,6 +107,8 @@ def figures(sums: Sums, autoregressive: Sums, dflash: Sums | None, counts: np.nd
         "num_prompts": counts.shape[1],
         "num_blocks": int(sums["blocks"].sum()),
         "num_tokens": int(sums["tokens"].sum()),
+        "drafted_width": sums["accepted"].shape[1],
+        "drafted_per_block": _number(_ratio(sums, "drafted", "blocks", everything)),
         "tau": _number(tau),
         "tau_ci95": _interval(tau_sampled),
         "per_slot": [_number(value) for value in _ratio(sums, "accepted", "reached", everything)[0]],

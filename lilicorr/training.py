@@ -95,7 +95,7 @@ def start_drafter(draft_model: DraftModel, folder: Path, target: Target) -> None
     Raises ValueError if the two drafters differ in shape or in how they cut blocks.
     """
     start = load_draft_model(folder, target, head="argmax", dtype=torch.float32)
-    for name in ("shape", "spec.block_size", "spec.mask_token_id", "spec.target_layer_ids"):
+    for name in ("shape", "spec.block_size", "spec.layout", "spec.mask_token_id", "spec.target_layer_ids"):
         theirs, ours = _attribute(start, name), _attribute(draft_model, name)
         if theirs != ours:
             raise ValueError(f"cannot start from {folder}: its {name} is {theirs}, this run's is {ours}")

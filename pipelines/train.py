@@ -36,8 +36,8 @@ from lilicorr.checkpoint import read_info, save_draft_model
 from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, fingerprint, from_dict, to_dict
 from lilicorr.corpus import Sampler, TrainingSet, build_training_set
 from lilicorr.decode import Decoder, SamplingParams
-from lilicorr.draft_model import DraftModel, build_draft_model
-from lilicorr.drafter import block_spec, drafter_shape
+from lilicorr.draft_model import DraftModel, build_draft_model, run_block_spec
+from lilicorr.drafter import drafter_shape
 from lilicorr.heads import HEADS
 from lilicorr.prompts import read_conversations
 from lilicorr.provenance import sha256_file, write_json
@@ -137,8 +137,25 @@ def check_runs(config: TrainConfig, described: dict[str, Any]) -> None:
                 f"train.runs.{name}.start_from must be a run before it ({', '.join(before) or 'there is none'}), "
                 f"got {run_config.start_from!r}"
             )
+        check_layout(name, run_config, config)
         num_steps(run_config, Sampler(1, 1, 0))
         before.append(name)
+
+
+def check_layout(name: str, run_config: RunConfig, config: TrainConfig) -> None:
+    """Raise ValueError for a layout the head cannot have, and for a start whose blocks are cut another way."""
+    layouts = HEADS[run_config.head].layouts
+    if run_config.layout not in (None, *layouts):
+        raise ValueError(f"train.runs.{name}.layout must be {' or '.join(layouts)}, got {run_config.layout!r}")
+    blocks = [
+        (r.layout or HEADS[r.head].layouts[0], r.block_size or config.drafter.block_size)
+        for r in (run_config, config.runs[run_config.start_from or name])
+    ]
+    if blocks[0] != blocks[1]:
+        raise ValueError(
+            f"train.runs.{name} has blocks {blocks[0]}, its start {run_config.start_from} has {blocks[1]}: "
+            "layout and block_size must be equal"
+        )
 
 
 def ensure_training_set(config: PipelineConfig) -> TrainingSet:
@@ -314,7 +331,7 @@ def new_draft_model(
         torch.manual_seed(config.seed)
         return build_draft_model(
             drafter_shape(config.drafter, target.config),
-            block_spec(config.drafter, target.config, target.mask_token_id),
+            run_block_spec(config.drafter, run_config, target.config, target.mask_token_id),
             run_config.head,
             run_config.head_config,
             target,

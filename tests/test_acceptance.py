@@ -30,12 +30,18 @@ def test_sums_of_hand_made_blocks():
         "seconds": 2.0,
         "blocks": 3,
         "block_tokens": 8,
+        "drafted": 9,
         "reached": [3, 3, 1],  # the third block's slot 3 is behind the end, the second's was not reached
         "accepted": [3, 2, 1],
         "oracle_prefix": 3 + 2 + 1,
         "selected_prefix": 3 + 1 + 2,
         "top1_prefix": 3 + 0 + 1,
     }
+    early = hand_made()
+    early.blocks[1] = BlockRecord(5, [15], [[98, 15], [99, 16], [97, 96]], num_accepted=1)  # slot 2 was not drafted
+    shorter = answer_sums(early, num_slots=3, num_candidates=2)
+    assert (int(shorter["drafted"]), shorter["reached"].tolist()) == (7, [3, 2, 1])
+    assert all(np.array_equal(shorter[name], sums[name]) for name in sums.keys() - {"drafted", "reached"})
     nothing = answer_sums(Answer([7], 0, 0, 1.0, []), num_slots=3, num_candidates=2)
     assert nothing["reached"].tolist() == [0, 0, 0] and nothing["oracle_prefix"] == 0
     plain = answer_sums(Answer([7, 8, 9], 2, 2, 1.0, []), num_slots=0, num_candidates=0)
@@ -46,7 +52,8 @@ def test_sums_of_hand_made_blocks():
 def table(tokens: list[float], blocks: list[float], seconds: list[float]) -> Sums:
     """A table of P prompts without slots."""
     columns = dict(tokens=tokens, block_tokens=tokens, blocks=blocks, seconds=seconds)
-    prefixes = dict.fromkeys(("oracle_prefix", "selected_prefix", "top1_prefix"), np.zeros(len(tokens)))
+    names = ("oracle_prefix", "selected_prefix", "top1_prefix", "drafted")
+    prefixes = dict.fromkeys(names, np.zeros(len(tokens)))
     by_slot = {name: np.zeros((len(tokens), 0)) for name in ("reached", "accepted")}
     return {name: np.array(values) for name, values in columns.items()} | prefixes | by_slot
 
@@ -59,6 +66,7 @@ def test_figures_are_weighted_by_blocks_and_speed_is_relative_to_autoregression(
     found = figures(stack_sums([first, second]), plain, dflash, resamples(2, 100, seed=0))
     assert found["tau"] == 10 / 4 and found["num_blocks"] == 4 and found["num_prompts"] == 2
     assert found["per_slot"] == [1.0, 2 / 4, 1.0]
+    assert (found["drafted_width"], found["drafted_per_block"]) == (3, 3.0)
     assert (found["oracle_prefix"], found["selected_prefix"], found["top1_prefix"]) == (8 / 4, 7 / 4, 5 / 4)
     assert found["tokens_per_s"] == 12 / 3 and found["speedup"] == 4.0
     assert found["tau_gain_over_dflash"] == pytest.approx(10 / 4 - 10 / 6)

@@ -127,7 +127,7 @@ def test_a_restricted_draft_vocabulary_proposes_only_its_own(tiny_target):
 
 def test_unknown_heads_and_masks_are_refused(tiny_target):
     shape, spec = drafter_shape(CONFIG, tiny_target.config), block_spec(CONFIG, tiny_target.config, 66)
-    with pytest.raises(ValueError, match="head must be one of argmax, lilicorr"):
+    with pytest.raises(ValueError, match="head must be one of argmax, domino, dspark, lilicorr"):
         build_draft_model(shape, spec, "medusa", {}, tiny_target)
     with pytest.raises(ValueError, match="unknown key sigma; did you mean"):
         build_draft_model(shape, spec, "lilicorr", {"sigma": 8.0}, tiny_target)

@@ -68,6 +68,7 @@ def test_results_have_every_key_and_are_json(chat_target: Target, capsys: pytest
     results = run(chat_target, {"held_out": [ask("a", "one"), ask("b", "two")], "chat": [ask("c", "one", "more")]})
     assert json.loads(json.dumps(results, allow_nan=False)) == results
     keys = {"num_prompts", "num_blocks", "num_tokens", "tau", "tau_ci95", "per_slot", "matches_autoregressive"}
+    keys |= {"drafted_width", "drafted_per_block"}
     keys |= {"tokens_per_s", "tokens_per_s_ci95", "speedup", "speedup_ci95"}
     keys |= {"oracle_prefix", "selected_prefix", "top1_prefix"}
     gains = {"tau_gain_over_dflash", "tau_gain_over_dflash_ci95", "tau_gain_over_dflash_percent"}
