@@ -127,6 +127,62 @@ def figures(sums: Sums, autoregressive: Sums, dflash: Sums | None, counts: np.nd
     return result
 
 
+def paired_gains(table: Sums, others: dict[str, Sums], counts: np.ndarray) -> dict[str, dict[str, Any]]:
+    """Gain in tau of one system over each of the others, with the interval of paired prompts."""
+    everything = np.ones((1, counts.shape[1]))
+    gains = {}
+    for name, other in others.items():
+        value, sampled = (
+            _ratio(table, "block_tokens", "blocks", weights) - _ratio(other, "block_tokens", "blocks", weights)
+            for weights in (everything, counts)
+        )
+        gains[name] = {"gain": _number(value), "ci95": _interval(sampled)}
+    return gains
+
+
+def by_category(table: Sums, autoregressive: Sums, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Tau, tokens per second and speed-up of the prompts of each category; none where the set has no categories."""
+    found = {}
+    for category in dict.fromkeys(categories):
+        weights = np.array([[float(other == category) for other in categories]])
+        speed, slow = (_ratio(sums, "tokens", "seconds", weights) for sums in (table, autoregressive))
+        found[category] = {
+            "num_prompts": int(weights.sum()),
+            "tau": _number(_ratio(table, "block_tokens", "blocks", weights)),
+            "tokens_per_s": _number(speed),
+            "speedup": _number(speed / slow),
+        }
+    return {} if set(found) <= {""} else found
+
+
+SPREAD = ("tau", "tokens_per_s", "speedup")
+
+
+def over_seeds(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Mean and sample standard deviation over the seeds of `results`, by system and set.
+
+    A figure that a seed has no data for is None, and so is the deviation of a single seed.
+    """
+    first = results[0]["systems"]
+    return {
+        system: {name: _spread([result["systems"][system][name] for result in results]) for name in by_set}
+        for system, by_set in first.items()
+    }
+
+
+def _spread(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    spread: dict[str, Any] = {"num_seeds": len(cells)}
+    for figure in SPREAD:
+        values = [cell[figure] for cell in cells]
+        known = None not in values
+        spread[figure] = float(np.mean(values)) if known else None
+        spread[f"{figure}_std"] = float(np.std(values, ddof=1)) if known and len(values) > 1 else None
+    categories = cells[0].get("by_category", {})
+    if categories:
+        spread["by_category"] = {name: _spread([cell["by_category"][name] for cell in cells]) for name in categories}
+    return spread
+
+
 def _ratio(sums: Sums, numerator: str, denominator: str, weights: np.ndarray) -> np.ndarray:
     """Ratio of two sums over weighted prompts: weights [W, P] -> [W] or [W, S], nan for 0 / 0."""
     with np.errstate(invalid="ignore"):

@@ -126,7 +126,7 @@ class RunConfig:
 
     head: str = "lilicorr"
     head_config: dict[str, Any] = field(default_factory=dict)  # overrides of the head's own config
-    layout: str | None = None  # in_place | anchor_first; None: the head's usual one
+    block_layout: str | None = None  # in_place | anchor_first; None: the head's usual one
     block_size: int | None = None  # None: the drafter's
     start_from: str | None = None  # another run whose final drafter this one continues from
     epochs: float | None = None  # exactly one of epochs and steps
