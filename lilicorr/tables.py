@@ -142,12 +142,17 @@ def own_rows(results: Results) -> list[tuple[str, str | None, str]]:
     rows = []
     for name, label in SETS.items():
         own = results.own_set(name)
-        data = results.greedy["sets"].get(own, {}).get("data", {})
-        whole = data.get("prompts_of_whole_set")
-        partly = f" ({data['prompts']} of {whole})" if whole and data["prompts"] < whole else ""
-        rows.append((name, own, label + partly))
+        rows.append((name, own, label + (_share(results, own) if own else "")))
     known = {own for _, own, _ in rows}
     return rows + [("", name, name) for name in results.greedy["sets"] if name not in known]
+
+
+def _share(results: Results, own: str) -> str:
+    """How much of the public set was decoded, where it was not all of it."""
+    data = results.greedy["sets"][own]["data"]
+    whole = data.get("prompts_of_whole_set") or data["prompts"]
+    decoded = results.greedy["systems"]["autoregressive"][own]["num_prompts"]
+    return f" ({decoded} of {whole})" if decoded < whole else ""
 
 
 def _by_set(number: int, results: Results, names: Sequence[str], pick: Sequence[int], paper: str) -> list[str]:

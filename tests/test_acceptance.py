@@ -7,7 +7,19 @@ import json
 import numpy as np
 import pytest
 
-from lilicorr.acceptance import Answer, BlockRecord, Sums, add_sums, answer_sums, figures, resamples, stack_sums
+from lilicorr.acceptance import (
+    Answer,
+    BlockRecord,
+    Sums,
+    add_sums,
+    answer_sums,
+    by_category,
+    figures,
+    over_seeds,
+    paired_gains,
+    resamples,
+    stack_sums,
+)
 
 
 def hand_made() -> Answer:
@@ -115,3 +127,23 @@ def test_intervals_cover_a_known_difference_as_often_as_they_say():
         low, high = figures(ours, dflash, dflash, resamples(50, 300, seed=trial))["tau_gain_over_dflash_ci95"]
         covered += low <= 0.4 <= high
     assert 0.89 < covered / trials < 0.985
+
+
+def test_spread_over_seeds_and_figures_by_category_by_hand():
+    ours, plain = table([9, 3, 6], [3, 3, 2], [1.0, 1.0, 2.0]), table([9, 3, 6], [9, 3, 6], [3.0, 1.0, 6.0])
+    kinds = by_category(ours, plain, ["math", "qa", "math"])
+    assert kinds["math"] == {"num_prompts": 2, "tau": 3.0, "tokens_per_s": 5.0, "speedup": 5.0 / (15 / 9)}
+    assert kinds["qa"]["tau"] == 1.0 and list(kinds) == ["math", "qa"]
+    assert by_category(ours, plain, ["", "", ""]) == {}
+    gains = paired_gains(ours, {"plain": plain}, resamples(3, 50, seed=0))
+    assert gains["plain"]["gain"] == pytest.approx(18 / 8 - 1) and len(gains["plain"]["ci95"]) == 2
+
+    def result(tau: float | None) -> dict:
+        cell = {"tau": tau, "tokens_per_s": 10.0, "speedup": 2.0}
+        return {"systems": {"dflash": {"chat": cell | {"by_category": {"qa": cell}}}}}
+
+    spread = over_seeds([result(1.0), result(2.0), result(3.0)])["dflash"]["chat"]
+    assert (spread["num_seeds"], spread["tau"], spread["tau_std"], spread["speedup_std"]) == (3, 2.0, 1.0, 0.0)
+    assert spread["by_category"]["qa"]["tau_std"] == 1.0
+    assert over_seeds([result(1.0)])["dflash"]["chat"]["tau_std"] is None
+    assert over_seeds([result(1.0), result(None)])["dflash"]["chat"]["tau"] is None

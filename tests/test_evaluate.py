@@ -75,9 +75,14 @@ def test_results_have_every_key_and_are_json(chat_target: Target, capsys: pytest
     assert list(results["systems"]) == [AUTOREGRESSIVE, "dflash", "lilicorr"]
     for system, by_set in results["systems"].items():
         for name, values in by_set.items():
-            assert values.keys() == (keys | gains if system == "lilicorr" else keys), (system, name)
+            expected = keys | (set() if system == AUTOREGRESSIVE else {"tau_gain_over"})
+            assert values.keys() == (expected | gains if system == "lilicorr" else expected), (system, name)
             assert values["matches_autoregressive"] == values["num_prompts"] == (2 if name == "held_out" else 1)
     plain, ours = (results["systems"][system]["held_out"] for system in (AUTOREGRESSIVE, "lilicorr"))
+    over = ours["tau_gain_over"]
+    assert over.keys() == {"dflash"} and over["dflash"]["gain"] == ours["tau_gain_over_dflash"]
+    assert over["dflash"]["ci95"] == ours["tau_gain_over_dflash_ci95"]
+    assert (plain["drafted_width"], ours["drafted_width"], ours["drafted_per_block"]) == (0, 3, 3.0)
     assert plain["tau"] == 1.0 and plain["speedup"] == 1.0 and plain["oracle_prefix"] is None
     assert len(ours["per_slot"]) == 3 and ours["num_tokens"] == plain["num_tokens"]
     assert ours["oracle_prefix"] >= max(ours["selected_prefix"], ours["top1_prefix"])
@@ -86,7 +91,18 @@ def test_results_have_every_key_and_are_json(chat_target: Target, capsys: pytest
 
     print_table(results)
     printed = capsys.readouterr().out
-    assert "lilicorr" in printed and f"{ours['tau']:.2f}" in printed
+    assert "lilicorr (3)" in printed and f"{ours['tau']:.2f}" in printed
+
+
+def test_figures_by_category(chat_target: Target):
+    prompts = [dataclasses.replace(ask(str(i), f"say {i}"), category="ab"[i % 2]) for i in range(3)]
+    prompts.append(dataclasses.replace(ask("long", "x" * 600), category="b"))  # dropped: counts in no category
+    results = run(chat_target, {"chat": prompts, "plain": [ask("p", "one")]})
+    cell = results["systems"]["lilicorr"]["chat"]
+    assert {name: kind["num_prompts"] for name, kind in cell["by_category"].items()} == {"a": 2, "b": 1}
+    assert "by_category" not in results["systems"]["lilicorr"]["plain"]
+    alone = run(chat_target, {"chat": prompts[1:2]})["systems"]["lilicorr"]["chat"]
+    assert cell["by_category"]["b"]["tau"] == alone["tau"] == alone["by_category"]["b"]["tau"]
 
 
 def test_turns_are_decoded_in_order_with_the_targets_own_reply_as_history(chat_target: Target):
@@ -253,6 +269,7 @@ def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.Mo
                     "autoregressive": {},
                     "lilicorr": {"run": "ours"},
                     "same drafter": {"run": "ours", "head": "argmax"},
+                    "drawn": {"run": "ours", "head_config": {"contract": "sampled"}, "sampled_only": True},
                 },
             },
         },
@@ -272,8 +289,24 @@ def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert results["sets"]["held_out"]["data"]["prompts"] == 3  # max_prompts limits benchmarks only
     assert summary["tau"]["lilicorr"]["held_out"] == results["systems"]["lilicorr"]["held_out"]["tau"]
     assert (config.directory / "evaluate" / "tau.png").is_file()
+    assert not (config.directory / "evaluate" / "sampled.json").exists()
+
+    seeded = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, sampled_seeds=(1, 2)))
+    assert stage.run(seeded)["tau"] == summary["tau"]
+    spread = json.loads((config.directory / "evaluate" / "sampled.json").read_text())
+    assert spread["seeds"] == [1, 2] and "drawn" in spread["systems"]
+    taus = []
+    for seed in (1, 2):
+        one = json.loads((config.directory / "evaluate" / f"sampled_{seed}.json").read_text())
+        assert one["systems"]["lilicorr"]["held_out"]["matches_autoregressive"] == 3  # a point mass, so the same draws
+        assert one["provenance"]["config"]["evaluate"]["temperature"] == 1.0
+        taus.append(one["systems"]["drawn"]["held_out"]["tau"])
+    found = spread["systems"]["drawn"]["held_out"]
+    assert found["tau"] == pytest.approx(sum(taus) / 2)
+    assert found["tau_std"] == pytest.approx(abs(taus[0] - taus[1]) / 2**0.5)
+
     monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
-    assert stage.run(config) == summary
+    assert stage.run(seeded) == summary
     wider = dataclasses.replace(config, target=dataclasses.replace(config.target, dtype="float64"))
     with pytest.raises(pytest.fail.Exception, match="the set was done"):
         stage.run(wider)  # another type of the weights is decoded anew
