@@ -115,6 +115,33 @@ def test_gradients_reach_the_drafter(form: str) -> None:
         assert parameter.grad.abs().max() > 0, name
 
 
+def converted(draft: DraftOutput, labels: BlockLabels, kind: torch.dtype) -> tuple[DraftOutput, BlockLabels]:
+    """Blocks in another type, as a drafter and a target of that type would give them."""
+    head = labels.lm_head.to(kind)
+    hidden, context, embed = (getattr(draft, name).to(kind) for name in ("hidden", "anchor_context", "embed"))
+    draft = replace(draft, hidden=hidden, logits=hidden @ head.T, anchor_context=context, embed=embed)
+    return draft, replace(labels, target_hidden=labels.target_hidden.to(kind), lm_head=head)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_half_precision(form: str) -> None:
+    """Training under autocast with fp32 parameters on a bf16 target, and decoding in bf16."""
+    head, blocks = make_form(form), make_blocks()
+    half, labels = converted(*blocks, torch.bfloat16)
+    exact = float(total_loss(head.loss(*blocks, 0.5)).detach())
+    head.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = total_loss(head.loss(half, labels, 0.5))
+    assert float(loss.detach()) == pytest.approx(exact, rel=0.1)
+    if loss.requires_grad:
+        loss.backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in head.parameters())
+    proposal = head.bfloat16().propose(half, mixed_sampling(7))
+    assert proposal.token_ids.shape == (7, 5)
+    if proposal.probs is not None:
+        assert torch.allclose(proposal.probs.sum(-1), torch.ones(7, 5, dtype=proposal.probs.dtype), atol=1e-5)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_is_supervised_without_labels(form: str) -> None:
     head, (draft, labels) = make_form(form), make_blocks()

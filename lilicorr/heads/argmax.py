@@ -5,11 +5,11 @@ Place in the flow: the baseline head. It has no parameters and trains the drafte
 
 from __future__ import annotations
 
-from lilicorr.blocks import ANCHOR_FIRST, IN_PLACE, BlockLabels, DraftOutput, LossTerm, Proposal, prefix_length
+from lilicorr.blocks import ANCHOR_FIRST, IN_PLACE, BlockLabels, DraftOutput, LossTerm, Proposal
 from lilicorr.config import ArgmaxConfig
-from lilicorr.heads.base import Head, HeadFormat, label_index, label_matches
+from lilicorr.heads.base import Head, HeadFormat, label_index, prefix_terms
 from lilicorr.lattice import log_probs_at
-from lilicorr.losses import block_cross_entropy, diagnostic
+from lilicorr.losses import block_cross_entropy
 from lilicorr.verify import Sampling
 
 
@@ -28,8 +28,7 @@ class ArgmaxHead(Head):
         """Eq. (6), and the mean prefix the argmax would have had accepted on blocks that have every label."""
         index, valid = label_index(draft, labels)
         log_probs = log_probs_at(draft.logits, index[..., None])[..., 0]
-        matches = label_matches(draft.logits, index, valid)
-        return {
-            "drafter_ce": block_cross_entropy(log_probs, valid, self.config.decay, dpace_alpha=self.config.dpace_alpha),
-            "top1_prefix": diagnostic(prefix_length(matches), labels.valid.all(dim=-1)),
+        terms = {
+            "drafter_ce": block_cross_entropy(log_probs, valid, self.config.decay, dpace_alpha=self.config.dpace_alpha)
         }
+        return terms | prefix_terms({"top1_prefix": draft.logits}, index, valid, labels)

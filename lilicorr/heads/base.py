@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lilicorr.blocks import IN_PLACE, BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal, wide
+from lilicorr.blocks import IN_PLACE, BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal, prefix_length, wide
+from lilicorr.losses import diagnostic
 from lilicorr.verify import PROPOSAL_DRAW, Sampling, draw, target_probs, uniform
 
 if TYPE_CHECKING:
@@ -84,13 +85,18 @@ def label_index(draft: DraftOutput, labels: BlockLabels) -> tuple[Tensor, Tensor
     return index, labels.valid & (draft.vocab_ids[index] == labels.token_ids)
 
 
-def label_matches(logits: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Where the label is the top choice of logits [N, S, D]: [N, S] bool; a tie for the top counts.
+def prefix_terms(scores: dict[str, Tensor], index: Tensor, valid: Tensor, labels: BlockLabels) -> dict[str, LossTerm]:
+    """Diagnostics by name: mean prefix that the top choice of each logits [N, S, D] gets right, of full blocks.
 
-    A maximum is several times cheaper than an argmax.
+    A maximum is several times cheaper than an argmax, so a tie for the top counts as right. Of logits under teacher
+    forcing it is the prefix of the roll-out: up to its first error that has the true tokens before it.
     """
-    logits = logits.detach()
-    return valid & (logits.gather(-1, index[..., None])[..., 0] >= logits.amax(dim=-1))
+    terms = {}
+    for name, logits in scores.items():
+        logits = logits.detach()
+        right = valid & (logits.gather(-1, index[..., None])[..., 0] >= logits.amax(dim=-1))
+        terms[name] = diagnostic(prefix_length(right), labels.valid.all(dim=-1))
+    return terms
 
 
 def previous_ids(draft: DraftOutput, token_ids: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from lilicorr.blocks import (
     DraftOutput,
     LossTerm,
     Proposal,
-    prefix_length,
 )
 from lilicorr.heads.base import (
     CONTRACTS,
@@ -32,12 +31,12 @@ from lilicorr.heads.base import (
     HeadFormat,
     check_choice,
     label_index,
-    label_matches,
+    prefix_terms,
     previous_ids,
     roll_out,
 )
 from lilicorr.lattice import log_probs_at
-from lilicorr.losses import block_cross_entropy, diagnostic
+from lilicorr.losses import block_cross_entropy
 from lilicorr.verify import Sampling
 
 if TYPE_CHECKING:
@@ -134,16 +133,12 @@ class DominoHead(Head):
         return torch.cat([draft.logits[:, :start], draft.logits[:, start:] + correction], dim=1)
 
     def loss(self, draft: DraftOutput, labels: BlockLabels, progress: float) -> dict[str, LossTerm]:
-        """Cross-entropy of the corrected logits, blended with that of the drafter's own, whose weight decays.
-
-        The selected prefix is that of the greedy roll-out: up to its first error it has the true tokens before it.
-        """
+        """Cross-entropy of the corrected logits, blended with that of the drafter's own, whose weight decays."""
         config = self.config
         index, valid = label_index(draft, labels)
         logits = self.corrected(draft, labels.token_ids)
         done = min(1.0, progress / config.base_fraction) if config.base_fraction else 1.0
         base_weight = min(1.0, max(0.0, config.base_start * (1 - done)))
-        full = labels.valid.all(dim=-1)
         terms = {
             name: block_cross_entropy(log_probs_at(scores, index[..., None])[..., 0], valid, config.decay, weight)
             for name, scores, weight in (
@@ -151,8 +146,4 @@ class DominoHead(Head):
                 ("drafter_ce", draft.logits, base_weight),
             )
         }
-        prefixes = {
-            name: diagnostic(prefix_length(label_matches(scores, index, valid)), full)
-            for name, scores in (("selected_prefix", logits), ("top1_prefix", draft.logits))
-        }
-        return terms | prefixes
+        return terms | prefix_terms({"selected_prefix": logits, "top1_prefix": draft.logits}, index, valid, labels)

@@ -23,12 +23,12 @@ from lilicorr.heads.base import (
     HeadFormat,
     check_choice,
     label_index,
-    label_matches,
+    prefix_terms,
     previous_ids,
     roll_out,
 )
 from lilicorr.lattice import log_probs_at
-from lilicorr.losses import diagnostic, slot_weights, total_variation_loss, weighted_mean
+from lilicorr.losses import slot_weights, total_variation_loss, weighted_mean
 from lilicorr.verify import Sampling
 
 if TYPE_CHECKING:
@@ -204,7 +204,4 @@ class DSparkHead(Head):
                 self.confidence(draft, labels.token_ids), accepted, reduction="none"
             )
             terms["confidence"] = weighted_mean(surprise, weights, config.confidence_weight)
-        full = labels.valid.all(dim=-1)
-        for name, scores in (("selected_prefix", logits), ("top1_prefix", draft.logits)):
-            terms[name] = diagnostic(prefix_length(label_matches(scores, index, valid)), full)
-        return terms
+        return terms | prefix_terms({"selected_prefix": logits, "top1_prefix": draft.logits}, index, valid, labels)
