@@ -18,7 +18,8 @@ CONFIG = DrafterConfig(num_layers=2, block_size=6, num_candidates=4)
 
 def make_model(target: Target, head: str = "lilicorr", vocab_ids: torch.Tensor | None = None) -> DraftModel:
     torch.manual_seed(3)
-    shape, spec = drafter_shape(CONFIG, target.config), block_spec(CONFIG, target.config, target.mask_token_id)
+    shape = drafter_shape(CONFIG, target.config)
+    spec = block_spec(CONFIG, target.config, target.mask_token_id, HEADS[head].layouts[0])
     model = build_draft_model(shape, spec, head, SMALL[head], target, vocab_ids).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)

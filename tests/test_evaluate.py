@@ -15,13 +15,17 @@ import torch
 from lilicorr import decode, evaluate
 from lilicorr.acceptance import Answer
 from lilicorr.checkpoint import save_draft_model
-from lilicorr.config import DrafterConfig, EvaluateConfig, SystemConfig, TargetConfig, from_dict
+from lilicorr.config import DrafterConfig, EvaluateConfig, PipelineConfig, SystemConfig, TargetConfig, from_dict
 from lilicorr.decode import SamplingParams
 from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
 from lilicorr.evaluate import AUTOREGRESSIVE, Prompt, SetRunner, System, print_table, run_sets
-from lilicorr.target import Target
+from lilicorr.prompts import Conversation, write_conversations
+from lilicorr.provenance import write_json
+from lilicorr.target import Target, default_layer_ids, load_target
 from lilicorr.tiny import byte_tokenizer
+from pipelines import evaluate as stage
+from pipelines.prepare import describe_target
 
 HEAD_CONFIG = {"hidden_size": 16, "num_heads": 2, "factor_dim": 8}
 CONFIG = EvaluateConfig(max_new_tokens=12, bootstrap_samples=50)
@@ -244,14 +248,9 @@ def test_recorded_blocks_add_up_to_the_answer(chat_target: Target):
     assert sums["selected_prefix"] == sums["accepted"].sum() == sums["top1_prefix"]
 
 
-def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from lilicorr.config import PipelineConfig
-    from lilicorr.prompts import Conversation, write_conversations
-    from lilicorr.provenance import write_json
-    from lilicorr.target import default_layer_ids, load_target
-    from pipelines import evaluate as stage
-    from pipelines.prepare import describe_target
-
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
+    """A run directory behind training: one LiLiCorr checkpoint of a random target, three held-out prompts."""
     monkeypatch.setenv("LILICORR_CACHE", str(tmp_path / "cache"))
     config = from_dict(
         PipelineConfig,
@@ -280,7 +279,11 @@ def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.Mo
     write_conversations(config.directory / "prepare" / "held_out.parquet", asked)
     target = load_target(config.target, layer_ids=default_layer_ids(description["num_layers"], 1))
     save_draft_model(config.directory / "train" / "ours" / "final", draft_model(target), {})
+    return config
 
+
+def test_the_stage_evaluates_trained_runs(trained: PipelineConfig, monkeypatch: pytest.MonkeyPatch):
+    config = trained
     summary = stage.run(config)
     results = json.loads((config.directory / "evaluate" / "results.json").read_text())
     assert results.keys() == {"systems", "sets", "provenance"}
@@ -290,7 +293,15 @@ def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert summary["tau"]["lilicorr"]["held_out"] == results["systems"]["lilicorr"]["held_out"]["tau"]
     assert (config.directory / "evaluate" / "tau.png").is_file()
     assert not (config.directory / "evaluate" / "sampled.json").exists()
+    monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
+    assert stage.run(config) == summary
+    wider = dataclasses.replace(config, target=dataclasses.replace(config.target, dtype="float64"))
+    with pytest.raises(pytest.fail.Exception, match="the set was done"):
+        stage.run(wider)  # another type of the weights is decoded anew
 
+
+def test_the_stage_decodes_again_for_every_seed(trained: PipelineConfig, monkeypatch: pytest.MonkeyPatch):
+    config, summary = trained, stage.run(trained)
     seeded = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, sampled_seeds=(1, 2)))
     assert stage.run(seeded)["tau"] == summary["tau"]
     spread = json.loads((config.directory / "evaluate" / "sampled.json").read_text())
@@ -304,13 +315,13 @@ def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.Mo
     found = spread["systems"]["drawn"]["held_out"]
     assert found["tau"] == pytest.approx(sum(taus) / 2)
     assert found["tau_std"] == pytest.approx(abs(taus[0] - taus[1]) / 2**0.5)
-
     monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
     assert stage.run(seeded) == summary
-    wider = dataclasses.replace(config, target=dataclasses.replace(config.target, dtype="float64"))
-    with pytest.raises(pytest.fail.Exception, match="the set was done"):
-        stage.run(wider)  # another type of the weights is decoded anew
 
+
+def test_systems_that_cannot_be(trained: PipelineConfig):
+    config = trained
+    target = load_target(config.target, layer_ids=default_layer_ids(6, 1))
     for name, system in (("other", SystemConfig()), ("autoregressive", SystemConfig(run="ours"))):
         config.evaluate.systems[name] = system
         with pytest.raises(ValueError, match=f"systems.{name}.run"):

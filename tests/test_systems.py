@@ -9,7 +9,7 @@ import pytest
 from lilicorr.config import LiLiCorrConfig, PipelineConfig, TrainConfig, from_dict, load_profile
 from lilicorr.draft_model import check_blocks
 from lilicorr.heads import HEADS
-from pipelines.full import ABLATION, with_ablations
+from pipelines.full import ABLATION, main, with_ablations
 from pipelines.systems import SYSTEMS, chosen, with_systems
 
 PROFILES = Path(__file__).parents[1] / "pipelines" / "profiles"
@@ -76,3 +76,11 @@ def test_a_part_of_the_systems() -> None:
         chosen("dflash,medusa")
     with pytest.raises(ValueError, match="systems need the runs dflash and lilicorr; the runs are"):
         with_systems(PipelineConfig(train=TrainConfig(runs={"dflash": plain.train.runs["dflash"]})), ["dflash"])
+
+
+def test_the_option_of_the_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--profile", "tiny", "--run-dir", str(tmp_path), "--dry-run"]
+    main([*arguments, "--systems", "all", "--ablations"])
+    assert "evaluate    runs: not done yet" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="error: systems must be all or some of .*, got 'medusa'"):
+        main([*arguments, "--systems", "medusa"])
