@@ -101,6 +101,10 @@ class DraftOutput:
         """Map ids of the draft vocabulary to the target's, any shape."""
         return draft_ids if self.vocab_ids is None else self.vocab_ids[draft_ids]
 
+    def rows_of(self, table: Tensor) -> Tensor:
+        """The rows of the draft vocabulary in a table of the target's, [V, ...] -> [D, ...]."""
+        return table if self.vocab_ids is None else table[self.vocab_ids]
+
 
 @dataclass(frozen=True)
 class BlockLabels:

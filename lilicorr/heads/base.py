@@ -25,7 +25,7 @@ DETERMINISTIC, SAMPLED = "deterministic", "sampled"
 CONTRACTS = (DETERMINISTIC, SAMPLED)
 
 # What one slot may hold, given the slot before it: (slot, index there, token id there; None for slot 0) -> logits
-# [N, J] and the target ids [N, J] they stand for, None where they are the whole vocabulary in order.
+# [N, J] and the target ids [N, J] they stand for, None where they are the draft vocabulary in order.
 Step = Callable[[int, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
@@ -104,7 +104,7 @@ def previous_ids(draft: DraftOutput, token_ids: Tensor) -> Tensor:
     return torch.cat([draft.anchor_ids[:, None], token_ids[:, :-1]], dim=1)
 
 
-def roll_out(step: Step, num_slots: int, contract: str, sampling: Sampling | None) -> Proposal:
+def roll_out(step: Step, draft: DraftOutput, contract: str, sampling: Sampling | None) -> Proposal:
     """Draft slot after slot, each given the one before it.
 
     Deterministic, or without a row of temperature above 0: the argmax of every slot, a point mass. Sampled: a draw
@@ -114,8 +114,10 @@ def roll_out(step: Step, num_slots: int, contract: str, sampling: Sampling | Non
     drawn = contract == SAMPLED and sampling is not None and sampling.any_sampled
     tokens, laws, supports = [], [], []
     index = token_ids = None
-    for slot in range(num_slots):
+    everything = None if draft.vocab_ids is None else draft.vocab_ids.expand(len(draft.anchor_ids), -1)
+    for slot in range(draft.hidden.shape[1]):
         logits, support = step(slot, index, token_ids)
+        support = everything if support is None else support
         if drawn:
             law = target_probs(wide(logits)[:, None], sampling)[:, 0]
             index = draw(law, uniform(sampling.seeds, sampling.positions + slot, PROPOSAL_DRAW))

@@ -93,15 +93,13 @@ class DominoHead(Head):
 
     def propose(self, draft: DraftOutput, sampling: Sampling | None = None) -> Proposal:
         """One step of the cell per slot, each fed with the token just drafted."""
-        table = self._table(draft)
-        vocab_ids = None if draft.vocab_ids is None else draft.vocab_ids.expand(len(draft.anchor_ids), -1)
-        state = None
+        table, state = draft.rows_of(self.embed_proj[2].weight), None
 
         def step(slot: int, _index: Tensor | None, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
             nonlocal state
             previous = draft.anchor_ids if token_ids is None else token_ids
             states, state = self.prefix_gru(self._embedded(draft, previous[:, None]), state)
-            logits, ids, rows = draft.logits[:, slot], vocab_ids, None
+            logits, ids, rows = draft.logits[:, slot], None, None
             if self.config.pool:
                 logits, rows = logits.topk(min(self.config.pool, logits.shape[-1]), dim=-1)
                 ids = draft.token_ids(rows)
@@ -110,12 +108,7 @@ class DominoHead(Head):
                 logits = logits + (units @ table.T if rows is None else torch.einsum("ne,nje->nj", units, table[rows]))
             return logits, ids
 
-        return roll_out(step, draft.hidden.shape[1], self.config.contract, sampling)
-
-    def _table(self, draft: DraftOutput) -> Tensor:
-        """The correction's rows [D, E] of the draft vocabulary."""
-        table = self.embed_proj[2].weight
-        return table if draft.vocab_ids is None else table[draft.vocab_ids]
+        return roll_out(step, draft, self.config.contract, sampling)
 
     def _embedded(self, draft: DraftOutput, token_ids: Tensor) -> Tensor:
         """The target's embeddings of ids [N, S] in the head's type."""
@@ -129,7 +122,9 @@ class DominoHead(Head):
         """Logits [N, S, D] of every slot, given that the tokens before it are `token_ids` [N, S]."""
         states, _ = self.prefix_gru(self._embedded(draft, previous_ids(draft, token_ids)))
         start = self.config.pure_draft_prefix_len
-        correction = self._units(draft.hidden[:, start:], states[:, start:]) @ self._table(draft).T
+        correction = (
+            self._units(draft.hidden[:, start:], states[:, start:]) @ draft.rows_of(self.embed_proj[2].weight).T
+        )
         return torch.cat([draft.logits[:, :start], draft.logits[:, start:] + correction], dim=1)
 
     def loss(self, draft: DraftOutput, labels: BlockLabels, progress: float) -> dict[str, LossTerm]:

@@ -146,28 +146,21 @@ class DSparkHead(Head):
 
     def propose(self, draft: DraftOutput, sampling: Sampling | None = None) -> Proposal:
         """Slot after slot; with a threshold the proposal ends before the first slot that is not confident."""
-        table = self._table(draft)
-        vocab_ids = None if draft.vocab_ids is None else draft.vocab_ids.expand(len(draft.anchor_ids), -1)
-        state = None
+        table, state = draft.rows_of(self.markov_head.markov_w2.weight), None
 
         def step(slot: int, _index: Tensor | None, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
             nonlocal state
             previous = draft.anchor_ids if token_ids is None else token_ids
             units, state = self.markov_head(draft.hidden[:, slot : slot + 1], previous[:, None], state)
-            return draft.logits[:, slot] + units[:, 0] @ table.T, vocab_ids
+            return draft.logits[:, slot] + units[:, 0] @ table.T, None
 
-        proposal = roll_out(step, draft.hidden.shape[1], self.config.contract, sampling)
+        proposal = roll_out(step, draft, self.config.contract, sampling)
         if not self.config.confidence_threshold:
             return proposal
         # A slot's confidence has seen the tokens before it and not its own: exactness needs no more.
         confidence = torch.sigmoid(self.confidence(draft, proposal.token_ids))
         lengths = prefix_length(confidence >= self.config.confidence_threshold)
         return dataclasses.replace(proposal, lengths=lengths)
-
-    def _table(self, draft: DraftOutput) -> Tensor:
-        """The bias's rows [D, rank] of the draft vocabulary."""
-        table = self.markov_head.markov_w2.weight
-        return table if draft.vocab_ids is None else table[draft.vocab_ids]
 
     def confidence(self, draft: DraftOutput, token_ids: Tensor) -> Tensor:
         """Confidence logits [N, S], at least fp32, given that the tokens before a slot are `token_ids` [N, S]."""
@@ -181,7 +174,7 @@ class DSparkHead(Head):
     def corrected(self, draft: DraftOutput, token_ids: Tensor) -> Tensor:
         """Logits [N, S, D] of every slot, given that the tokens before it are `token_ids` [N, S]."""
         units, _ = self.markov_head(draft.hidden, previous_ids(draft, token_ids), None)
-        return draft.logits + units @ self._table(draft).T
+        return draft.logits + units @ draft.rows_of(self.markov_head.markov_w2.weight).T
 
     def loss(self, draft: DraftOutput, labels: BlockLabels, progress: float) -> dict[str, LossTerm]:
         """0.1 cross-entropy + 0.9 distance to the target's law + confidence, on the leading run of labels.

@@ -140,7 +140,7 @@ class LiLiCorrHead(Head):
                 scores = anchor_scores if rank is None else pair_scores[blocks, slot - 1, rank]
                 return scores, lattice.token_ids[:, slot]
 
-            return roll_out(step, lattice.token_ids.shape[1], SAMPLED, sampling)
+            return roll_out(step, draft, SAMPLED, sampling)
         ranks = WALKS[self.config.walk](anchor_scores, pair_scores)
         return Proposal(lattice.token_ids.gather(-1, ranks[..., None])[..., 0])
 
