@@ -18,12 +18,14 @@ from torch import Tensor
 from lilicorr.blocks import BlockSpec, DraftOutput, Proposal
 from lilicorr.config import from_dict
 from lilicorr.heads import HEADS
+from lilicorr.lattice import candidates
 from lilicorr.verify import Sampling, verify
 from test_drafter import make_shape
 from test_head_contract import FORMS
 from test_heads import SMALL
 
 VOCAB, SLOTS, DRAWS, CHUNK = 12, 2, 400_000, 40_000
+ANCHOR = 5
 
 
 # One of every way to propose: the verifier cannot tell the others apart.
@@ -40,6 +42,7 @@ class Law:
     head: torch.nn.Module
     draft: DraftOutput  # of one block
     target: Tensor
+    drawn: bool
 
     def drafts(self, anchor_ids: Tensor) -> DraftOutput:
         """The same block behind every anchor."""
@@ -58,7 +61,10 @@ class Law:
     def block(self, anchor_ids: Tensor, start: int, positions: Tensor) -> tuple[Proposal, Any]:
         """One verified block of every row."""
         sampling = self.sampling(start, len(anchor_ids), positions)
-        proposal = self.head.propose(self.drafts(anchor_ids), sampling)
+        if self.drawn:
+            proposal = self.head.propose(self.drafts(anchor_ids), sampling)
+        else:  # a point mass depends on the anchor alone, and twelve of those are soon drafted
+            proposal = Proposal(self.head.propose(self.drafts(torch.arange(VOCAB))).token_ids[anchor_ids])
         before = torch.cat([anchor_ids[:, None], proposal.token_ids], dim=1)
         return proposal, verify(proposal, self.target[before], sampling)
 
@@ -98,20 +104,32 @@ def make_law(form: str) -> Law:
     head = HEADS[name](
         from_dict(HEADS[name].Config, SMALL[name] | changes), make_shape(hidden_size=8, vocab_size=VOCAB), spec
     )
-    for parameter in head.double().parameters():
+    for parameter in head.double().requires_grad_(False).parameters():
         torch.nn.init.normal_(parameter, std=0.7)
     hidden = torch.randn(1, SLOTS, 8, dtype=torch.float64)
     logits = 1.5 * torch.randn(1, SLOTS, VOCAB, dtype=torch.float64)
     context, embed = torch.randn(1, 8, dtype=torch.float64), torch.randn(VOCAB, 8, dtype=torch.float64)
     draft = DraftOutput(torch.zeros(1), hidden, logits, context, torch.ones(1, dtype=torch.bool), embed)
-    return Law(head, draft, 1.5 * torch.randn(VOCAB, VOCAB, dtype=torch.float64))
+    if name == "lilicorr":  # its scores do not depend on the anchor's id: one block's serve all
+        scores = head.scores(draft, candidates(draft, 4))
+        head.scores = lambda draft, lattice: tuple(
+            part.expand(len(draft.anchor_ids), *part.shape[1:]) for part in scores
+        )
+    if name == "dspark":  # let the token before a slot decide how confident it is
+        head.confidence_head.proj.weight[:, :8] = 0
+        head.confidence_head.proj.bias.zero_()
+    law = Law(head, draft, 1.5 * torch.randn(VOCAB, VOCAB, dtype=torch.float64), form.endswith("sampled"))
+    likeliest = head.propose(law.drafts(torch.tensor([ANCHOR]))).token_ids[0]
+    for before, token in zip([ANCHOR, *likeliest[:-1].tolist()], likeliest.tolist()):
+        law.target[before, token] += 2.0  # so that whole blocks are accepted often enough to be told apart
+    return law
 
 
 @functools.lru_cache
 def drawn(form: str) -> tuple[Law, int, dict[str, Tensor]]:
     """A form's law, an anchor, and the draws behind it."""
-    law, anchor = make_law(form), 5
-    return law, anchor, law.run(anchor)
+    law = make_law(form)
+    return law, ANCHOR, law.run(ANCHOR)
 
 
 def frequencies(*columns: Tensor) -> Tensor:
@@ -208,5 +226,5 @@ def test_paths_are_enumerated_rightly() -> None:
     p = law.target.softmax(-1)
     third = torch.zeros(VOCAB, dtype=torch.float64)
     for x, y, z in itertools.product(range(VOCAB), repeat=3):
-        third[z] += p[5, x] * p[x, y] * p[y, z]
-    assert torch.allclose((p[5][:, None] * p).sum(0) @ p, third)
+        third[z] += p[ANCHOR, x] * p[x, y] * p[y, z]
+    assert torch.allclose((p[ANCHOR][:, None] * p).sum(0) @ p, third)
