@@ -1,6 +1,7 @@
 # make demo [PROFILE=demo]   set up, run the whole pipeline on a local Ray head, leave the endpoint serving
 # make demo-stop             end what `make demo` started
 # make ablations             `make demo` with the runs of Table 11 besides
+# make tables                `make demo` with all seven systems, three seeds, and the paper's tables from them
 # make test                  set up and run the tests (make test-slow: the opt-in ones)
 # make test-vllm             vLLM against transformers on CPUs, in a virtual environment of its own, .venv-vllm
 #
@@ -30,7 +31,7 @@ stamp = $(VENV)/.installed-$(subst $(comma),-,$(1))-$(HASH)
 DEMO_STAMP = $(call stamp,$(EXTRAS_demo))
 TEST_STAMP = $(call stamp,$(EXTRAS_test))
 
-.PHONY: demo demo-stop demo-status ablations test test-slow test-vllm lint setup clean
+.PHONY: demo demo-stop demo-status ablations tables test test-slow test-vllm lint setup clean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python pipelines/local.py demo --run-dir "$(RUNS)" --profile $(PROFILE) $(ARGS)
@@ -45,6 +46,11 @@ demo-status: $(DEMO_STAMP)
 # Table 11: LiLiCorr also without the distractor penalty, at the same total weight of the head's objective.
 ablations: ARGS += --ablations --until evaluate
 ablations: demo
+
+# Every system of the paper at equal budget, decoded greedily and at temperature 1; then the tables beside the results.
+tables: ARGS += --systems all --ablations --until evaluate
+tables: demo
+	$(BIN)/python -m lilicorr.evaluate --table all --results "$(RUNS)/$(PROFILE)/evaluate" --out "$(RUNS)/$(PROFILE)/evaluate/tables.md"
 
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)

@@ -25,7 +25,7 @@ class BlockRecord:
     """What one verified block drafted, and how much of it was accepted."""
 
     start: int  # index of slot 1's token in the answer
-    drafts: list[int]  # [S]
+    drafts: list[int]  # [S], fewer where the head ended the block early
     candidates: list[list[int]]  # [S, K], likeliest first
     num_accepted: int  # as verified, before the answer was cut
 
@@ -45,13 +45,15 @@ def answer_sums(answer: Answer, num_slots: int, num_candidates: int) -> Sums:
     """The sums of one answer that every figure is made of.
 
     A slot counts where the finished answer has a token for it: what was cut behind a stop token or the limit
-    is neither a hit nor a miss. A slot is reached when all slots before it were accepted.
+    is neither a hit nor a miss. A slot is reached when it was drafted and all slots before it were accepted.
     """
     blocks = answer.blocks
     answer_ids = np.array([*answer.token_ids, *[-1] * num_slots])
     slots = np.arange(num_slots)
     labels = answer_ids[np.array([block.start for block in blocks], dtype=np.int64)[:, None] + slots]
-    drafts = np.array([block.drafts for block in blocks], dtype=np.int64).reshape(labels.shape)
+    lengths = np.array([len(block.drafts) for block in blocks], dtype=np.int64)[:, None]
+    padded = [[*block.drafts, *[-2] * (num_slots - len(block.drafts))] for block in blocks]
+    drafts = np.array(padded, dtype=np.int64).reshape(labels.shape)
     lattice = np.array([block.candidates for block in blocks], dtype=np.int64).reshape(*labels.shape, num_candidates)
     num_accepted = np.array([block.num_accepted for block in blocks], dtype=np.int64)[:, None]
     exists = labels >= 0
@@ -60,7 +62,8 @@ def answer_sums(answer: Answer, num_slots: int, num_candidates: int) -> Sums:
         "seconds": np.array(answer.seconds),
         "blocks": np.array(answer.num_blocks),
         "block_tokens": np.array(answer.num_block_tokens),
-        "reached": (exists & (slots <= num_accepted)).sum(0),
+        "drafted": lengths.sum(),
+        "reached": (exists & (slots <= num_accepted) & (slots < lengths)).sum(0),
         "accepted": (exists & (slots < num_accepted)).sum(0),
         "oracle_prefix": _leading((lattice == labels[..., None]).any(-1)),
         "selected_prefix": _leading(drafts == labels),
@@ -104,6 +107,8 @@ def figures(sums: Sums, autoregressive: Sums, dflash: Sums | None, counts: np.nd
         "num_prompts": counts.shape[1],
         "num_blocks": int(sums["blocks"].sum()),
         "num_tokens": int(sums["tokens"].sum()),
+        "drafted_width": sums["accepted"].shape[1],
+        "drafted_per_block": _number(_ratio(sums, "drafted", "blocks", everything)),
         "tau": _number(tau),
         "tau_ci95": _interval(tau_sampled),
         "per_slot": [_number(value) for value in _ratio(sums, "accepted", "reached", everything)[0]],
@@ -124,6 +129,62 @@ def figures(sums: Sums, autoregressive: Sums, dflash: Sums | None, counts: np.nd
         result["tau_gain_over_dflash_percent"] = _number(100 * (tau / base - 1))
         result["tau_gain_over_dflash_percent_ci95"] = _interval(100 * (tau_sampled / base_sampled - 1))
     return result
+
+
+def paired_gains(table: Sums, others: dict[str, Sums], counts: np.ndarray) -> dict[str, dict[str, Any]]:
+    """Gain in tau of one system over each of the others, with the interval of paired prompts."""
+    everything = np.ones((1, counts.shape[1]))
+    gains = {}
+    for name, other in others.items():
+        value, sampled = (
+            _ratio(table, "block_tokens", "blocks", weights) - _ratio(other, "block_tokens", "blocks", weights)
+            for weights in (everything, counts)
+        )
+        gains[name] = {"gain": _number(value), "ci95": _interval(sampled)}
+    return gains
+
+
+def by_category(table: Sums, autoregressive: Sums, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Tau, tokens per second and speed-up of the prompts of each category; none where the set has no categories."""
+    found = {}
+    for category in dict.fromkeys(categories):
+        weights = np.array([[float(other == category) for other in categories]])
+        speed, slow = (_ratio(sums, "tokens", "seconds", weights) for sums in (table, autoregressive))
+        found[category] = {
+            "num_prompts": int(weights.sum()),
+            "tau": _number(_ratio(table, "block_tokens", "blocks", weights)),
+            "tokens_per_s": _number(speed),
+            "speedup": _number(speed / slow),
+        }
+    return {} if set(found) <= {""} else found
+
+
+SPREAD = ("tau", "tokens_per_s", "speedup")
+
+
+def over_seeds(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Mean and sample standard deviation over the seeds of `results`, by system and set.
+
+    A figure that a seed has no data for is None, and so is the deviation of a single seed.
+    """
+    first = results[0]["systems"]
+    return {
+        system: {name: _spread([result["systems"][system][name] for result in results]) for name in by_set}
+        for system, by_set in first.items()
+    }
+
+
+def _spread(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    spread: dict[str, Any] = {"num_seeds": len(cells)}
+    for figure in SPREAD:
+        values = [cell[figure] for cell in cells]
+        known = None not in values
+        spread[figure] = float(np.mean(values)) if known else None
+        spread[f"{figure}_std"] = float(np.std(values, ddof=1)) if known and len(values) > 1 else None
+    categories = cells[0].get("by_category", {})
+    if categories:
+        spread["by_category"] = {name: _spread([cell["by_category"][name] for cell in cells]) for name in categories}
+    return spread
 
 
 def _ratio(sums: Sums, numerator: str, denominator: str, weights: np.ndarray) -> np.ndarray:

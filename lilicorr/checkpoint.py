@@ -4,9 +4,9 @@ Place in the flow: training ends with `save_draft_model`; evaluation, serving an
 `load_draft_model`. A folder holds `model.safetensors`, `config.json`, `lilicorr.json` (which target it was
 trained for, and how) and, where the drafter predicts a part of the vocabulary only, `draft_vocab.npy`.
 
-The drafter's tensors and fields are those of z-lab's DFlash checkpoints; a LiLiCorr checkpoint adds the
-`lilicorr.*` tensors and the `lilicorr_*` fields of `dflash_config`. Reading is strict both ways: a tensor or
-field that is missing, surplus or does not fit the target is an error that names it.
+The drafter's tensors and fields are those of z-lab's DFlash checkpoints; what a head adds is its own `format`
+(`heads/base.py`), in the spelling of its authors. The layout of the blocks is a field of every checkpoint. Reading
+is strict both ways: a tensor or field that is missing, surplus or does not fit the target is an error that names it.
 
 Paper: section 3 and Table 4 give the shapes; the format is the one of SGLang's and vLLM's loaders.
 """
@@ -14,7 +14,8 @@ Paper: section 3 and Table 4 give the shapes; the format is the one of SGLang's 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import typing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,49 +25,28 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lilicorr.blocks import BlockSpec
-from lilicorr.config import DrafterConfig
+from lilicorr.blocks import ANCHOR_FIRST, IN_PLACE, LAYOUTS, BlockSpec
+from lilicorr.config import DrafterConfig, YarnConfig
 from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.drafter import DrafterShape
+from lilicorr.fields import Fields, read_rope, rope_fields
 from lilicorr.folder import new_folder
+from lilicorr.heads import HEADS
+from lilicorr.heads.base import HeadFormat
 from lilicorr.target import Target, rope_theta
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHTS, CONFIG, INFO, DRAFT_VOCAB = "model.safetensors", "config.json", "lilicorr.json", "draft_vocab.npy"
 
 
-@dataclass(frozen=True)
-class HeadFormat:
-    """How a head is spelled in a checkpoint."""
-
-    architecture: str
-    prefix: str = ""  # of the head's tensors
-    config_fields: dict[str, str] = field(default_factory=dict)  # field of dflash_config -> field of the head's config
-    candidates_field: str | None = None  # field of dflash_config that holds K
-
-
-FORMATS = {
-    "argmax": HeadFormat("DFlashDraftModel"),
-    "lilicorr": HeadFormat(
-        "LiLiCorrDraftModel",
-        prefix="lilicorr.",
-        config_fields={
-            "lilicorr_hidden_size": "hidden_size",
-            "lilicorr_num_layers": "num_layers",
-            "lilicorr_num_heads": "num_heads",
-            "lilicorr_mlp_ratio": "mlp_ratio",
-            "lilicorr_factor_dim": "factor_dim",
-            "lilicorr_vector_eps": "vector_eps",
-            "lilicorr_logit_scale": "logit_scale",
-        },
-        candidates_field="lilicorr_candidate_topk",
-    ),
-}
+# The target's own tables, which some formats hold a copy of -> attribute of the draft model
+TABLES = {"embed_tokens.weight": "embed", "lm_head.weight": "lm_head"}
+LAYOUT_SPELLINGS = ("shift_label", "sample_from_anchor")  # true for anchor-first, in other trainers' checkpoints
 
 
 def checkpoint_tensors(draft_model: DraftModel) -> dict[str, Tensor]:
-    """The draft model's tensors under the names a checkpoint gives them."""
-    form = FORMATS[draft_model.head_name]
+    """The draft model's own tensors under the names a checkpoint gives them."""
+    form = HEADS[draft_model.head_name].format
     head = draft_model.head.state_dict()
     return draft_model.drafter.state_dict() | {form.prefix + name: tensor for name, tensor in head.items()}
 
@@ -81,9 +61,12 @@ def save_draft_model(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype of a checkpoint must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    tensors = checkpoint_tensors(draft_model)
+    if HEADS[draft_model.head_name].format.target_tables:
+        tensors |= {name: getattr(draft_model, attribute) for name, attribute in TABLES.items()}
+    # a target may tie its two tables, and a file may not hold one storage twice
     tensors = {
-        name: tensor.detach().to("cpu", DTYPES[dtype]).contiguous()
-        for name, tensor in checkpoint_tensors(draft_model).items()
+        name: tensor.detach().to("cpu", DTYPES[dtype], copy=True).contiguous() for name, tensor in tensors.items()
     }
     with new_folder(Path(folder)) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
@@ -99,19 +82,26 @@ def _write(path: Path, data: dict[str, Any]) -> None:
 
 def _config(draft_model: DraftModel, target_info: dict[str, Any], dtype: str) -> dict[str, Any]:
     """`config.json`; RoPE stands in the old and in the new schema, the block size in both places readers look."""
-    shape, spec, form = draft_model.shape, draft_model.spec, FORMATS[draft_model.head_name]
+    shape, spec, form = draft_model.shape, draft_model.spec, HEADS[draft_model.head_name].format
     block: dict[str, Any] = {
         "block_size": spec.block_size,
+        "layout": spec.layout,
         "mask_token_id": spec.mask_token_id,
         "target_layer_ids": list(spec.target_layer_ids),
     }
+    if form.projector_type:
+        block["projector_type"] = form.projector_type
+    if form.layout_field:
+        block[form.layout_field] = spec.layout == ANCHOR_FIRST
     if form.candidates_field:
         block[form.candidates_field] = spec.num_candidates
     for name, attribute in form.config_fields.items():
         block[name] = getattr(draft_model.head.config, attribute)
     if draft_model.vocab_ids is not None:
         block["draft_vocab_size"] = len(draft_model.vocab_ids)
-    return {
+    training = {"num_anchors": target_info.get("max_anchors")}
+    top_level = {name: (block | training)[name] for name in form.at_top}
+    return top_level | {
         "architectures": [form.architecture],
         "model_type": "qwen3",
         "dtype": dtype,
@@ -128,9 +118,7 @@ def _config(draft_model: DraftModel, target_info: dict[str, Any], dtype: str) ->
         "hidden_act": "silu",
         "rms_norm_eps": shape.rms_norm_eps,
         "max_position_embeddings": shape.max_position_embeddings,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        **rope_fields(shape.rope_theta, shape.yarn),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
@@ -145,66 +133,34 @@ def _config(draft_model: DraftModel, target_info: dict[str, Any], dtype: str) ->
     }
 
 
-class _Fields:
-    """The fields of a config.json; what is missing or contradicts itself is an error that names it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.is_file():
-            raise ValueError(f"{path.parent} is not a draft model: {path.name} is missing")
-        try:
-            self.top: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
-        self.block: dict[str, Any] = self.top.get("dflash_config") or {}
-
-    def get(self, name: str, kind: type = int) -> Any:
-        """A field of `dflash_config`, else of the top level."""
-        places = [place[name] for place in (self.block, self.top) if place.get(name) is not None]
-        if not places:
-            raise ValueError(f"{self.path}: field {name} is missing")
-        if any(value != places[0] for value in places):
-            raise ValueError(f"{self.path}: field {name} is {places[0]!r} in dflash_config and {places[1]!r} outside")
-        if isinstance(places[0], bool) or not isinstance(places[0], (int, float) if kind is float else kind):
-            raise ValueError(f"{self.path}: field {name} must be {kind.__name__}, got {places[0]!r}")
-        return places[0]
-
-    def expect(self, name: str, value: Any, owner: str) -> None:
-        """Refuse a field that differs from what `owner` says."""
-        if self.get(name, type(value)) != value:
-            raise ValueError(f"{self.path}: {name} is {self.get(name, type(value))}, {owner} {value}")
-
-    def refuse(self, name: str, *harmless: Any) -> None:
-        """Refuse a field whose value would need code that is not here."""
-        for place in (self.block, self.top):
-            if place.get(name) not in (None, *harmless):
-                raise ValueError(f"{self.path}: {name} = {place[name]!r} is not supported")
-
-
 def load_draft_model(
     folder: Path,
     target: Target,
     head: str | None = None,
     head_config: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
+    yarn: YarnConfig | None = None,
 ) -> DraftModel:
     """Read a checkpoint folder for `target`, on its device and in its dtype unless `dtype` says otherwise.
 
     `head` decodes the same drafter with another head: `"argmax"` reads the drafter's part only. `head_config`
-    overrides what the checkpoint does not fix (the walk, loss weights). Tensor names may carry `model.`.
+    overrides what the checkpoint does not fix (the walk, the contract, loss weights); `yarn` stretches the drafter's
+    positions in place of what the checkpoint says of them. Tensor names may carry `model.`.
 
     Raises ValueError that names the tensor or field for anything missing, surplus or not fitting the target.
     """
     folder = Path(folder)
-    config = _Fields(folder / CONFIG)
+    config = Fields(folder / CONFIG)
     stored = _stored_head(config)
     name = stored if head is None else head
-    if name not in FORMATS:
-        raise ValueError(f"head must be one of {', '.join(FORMATS)}, got {name!r}")
+    if name not in HEADS:
+        raise ValueError(f"head must be one of {', '.join(HEADS)}, got {name!r}")
     if name not in (stored, "argmax"):
         raise ValueError(f"{folder} holds the head {stored}, which cannot be read as {name}")
     shape, spec = _shape(config, target), _spec(config, target, stored)
-    fixed = {attribute: _head_field(config, key) for key, attribute in FORMATS[name].config_fields.items()}
+    if yarn is not None:
+        shape = replace(shape, yarn=yarn)
+    fixed = _head_fields(config, name)
     for key, value in (head_config or {}).items():
         if key in fixed and fixed[key] != value:
             raise ValueError(f"{config.path}: head_config.{key} = {value!r}, but it was trained with {fixed[key]!r}")
@@ -222,24 +178,47 @@ def read_info(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _stored_head(config: _Fields) -> str:
-    """The head a checkpoint holds, by its architecture."""
+def _stored_head(config: Fields) -> str:
+    """The head a checkpoint holds, by its architecture and, where several share that, its projector type."""
     architectures = config.get("architectures", list)
-    known = {form.architecture: name for name, form in FORMATS.items()}
+    forms = {name: head.format for name, head in HEADS.items()}
+    known = sorted({architecture for form in forms.values() for architecture in (form.architecture, *form.also_read)})
     if len(architectures) != 1 or architectures[0] not in known:
         raise ValueError(f"{config.path}: architectures must be one of {', '.join(known)}, got {architectures}")
-    name = known[architectures[0]]
-    return "argmax" if name == "lilicorr" and config.block.get("lilicorr_enabled") is False else name
+    forms = {n: form for n, form in forms.items() if architectures[0] in (form.architecture, *form.also_read)}
+    projector = config.get("projector_type", str) if config.has("projector_type") else None
+    if projector is not None:
+        chosen = [name for name, form in forms.items() if projector in (name, form.projector_type)]
+    else:
+        plain = [name for name, form in forms.items() if form.projector_type is None]
+        chosen = plain or list(forms)
+    if len(chosen) != 1:
+        raise ValueError(
+            f"{config.path}: projector_type of a {architectures[0]} must be {' or '.join(forms)}, got {projector!r}"
+        )
+    return "argmax" if chosen[0] == "lilicorr" and config.block.get("lilicorr_enabled") is False else chosen[0]
 
 
-def _head_field(config: _Fields, name: str) -> Any:
-    """A field of the head, required: a wrong scale would change no shape and load silently."""
-    if config.block.get(name) is None:
+def _head_fields(config: Fields, name: str) -> dict[str, Any]:
+    """What a checkpoint fixes of a head's config; required, since a wrong scale changes no shape and loads silently."""
+    form, kinds = HEADS[name].format, typing.get_type_hints(HEADS[name].Config)
+    older = {field: spelling for field, spelling in form.older_fields.items() if config.has(spelling)}
+    values = {}
+    for field, attribute in form.config_fields.items():
+        spelling = older.get(field, field)
+        if older and not config.has(spelling):
+            continue  # trainers with the older spelling do not write it: the tensors have to fit the usual value
+        values[attribute] = _required(config, spelling, kinds[attribute])
+    return values
+
+
+def _required(config: Fields, name: str, kind: type) -> Any:
+    if not config.has(name):
         raise ValueError(f"{config.path}: field dflash_config.{name} is missing")
-    return config.get(name, float)
+    return config.get(name, kind)
 
 
-def _shape(config: _Fields, target: Target) -> DrafterShape:
+def _shape(config: Fields, target: Target) -> DrafterShape:
     """The drafter's shape, after comparing what it shares with the target."""
     config.expect("hidden_size", target.config.hidden_size, "the target's is")
     config.expect("vocab_size", target.embed.shape[0], "the target's embedding has")
@@ -248,8 +227,8 @@ def _shape(config: _Fields, target: Target) -> DrafterShape:
     config.refuse("hidden_act", "silu")
     config.refuse("sliding_window")
     config.refuse("use_sliding_window", False)
-    config.refuse("rope_scaling")
     config.refuse("conv_kernel_size")
+    theta, yarn = read_rope(config, rope_theta(target.config))
     return DrafterShape(
         hidden_size=config.get("hidden_size"),
         num_layers=config.get("num_hidden_layers"),
@@ -261,26 +240,13 @@ def _shape(config: _Fields, target: Target) -> DrafterShape:
         vocab_size=config.get("vocab_size"),
         num_target_layers=config.get("num_target_layers"),
         rms_norm_eps=config.get("rms_norm_eps", float),
-        rope_theta=_rope_theta(config, target),
+        rope_theta=theta,
         max_position_embeddings=config.get("max_position_embeddings"),
+        yarn=yarn,
     )
 
 
-def _rope_theta(config: _Fields, target: Target) -> float:
-    """The RoPE base, from either schema; both must agree with each other and with the target."""
-    parameters = config.top.get("rope_parameters") or {}
-    if parameters.get("rope_type", "default") != "default":
-        raise ValueError(f"{config.path}: rope_parameters.rope_type = {parameters['rope_type']!r} is not supported")
-    stated = {place.get("rope_theta") for place in (parameters, config.top)} - {None}
-    if not stated:
-        raise ValueError(f"{config.path}: field rope_theta is missing")
-    if stated != {rope_theta(target.config)}:
-        values = " and ".join(str(value) for value in sorted(stated))
-        raise ValueError(f"{config.path}: rope_theta is {values}, the target's is {rope_theta(target.config)}")
-    return float(stated.pop())
-
-
-def _spec(config: _Fields, target: Target, stored: str) -> BlockSpec:
+def _spec(config: Fields, target: Target, stored: str) -> BlockSpec:
     """The block, after checking its ids against the target."""
     layer_ids, mask_token_id = config.get("target_layer_ids", list), config.get("mask_token_id")
     beyond = [layer_id for layer_id in layer_ids if layer_id >= target.config.num_hidden_layers]
@@ -292,12 +258,37 @@ def _spec(config: _Fields, target: Target, stored: str) -> BlockSpec:
         raise ValueError(
             f"{config.path}: mask_token_id {mask_token_id} is outside the target's {target.embed.shape[0]} embeddings"
         )
-    key = FORMATS[stored].candidates_field
-    num_candidates = int(_head_field(config, key)) if key else DrafterConfig.num_candidates
-    return BlockSpec(config.get("block_size"), num_candidates, mask_token_id, tuple(layer_ids))
+    key = HEADS[stored].format.candidates_field
+    num_candidates = _required(config, key, int) if key else DrafterConfig.num_candidates
+    layout = _layout(config, stored)
+    return BlockSpec(config.get("block_size"), num_candidates, mask_token_id, tuple(layer_ids), layout)
 
 
-def _draft_vocab(folder: Path, config: _Fields, vocab_size: int) -> Tensor | None:
+def _layout(config: Fields, stored: str) -> str:
+    """The layout a checkpoint says it has, in our spelling or another trainer's; unsaid, it is its head's only one.
+
+    A drafter read in the other layout would accept next to nothing without any error.
+    """
+    head = HEADS[stored]
+    stated = {config.get("layout", str)} if config.has("layout") else set()
+    for spelling in LAYOUT_SPELLINGS:
+        if config.has(spelling):
+            stated.add(ANCHOR_FIRST if config.get(spelling, bool) else IN_PLACE)
+    if not stated and head.format.layout_field and len(head.layouts) > 1:
+        raise ValueError(f"{config.path}: field layout or {head.format.layout_field} is missing")
+    if not stated:
+        return head.layouts[0]
+    if len(stated) > 1:
+        raise ValueError(f"{config.path}: layout is {' and '.join(sorted(stated))} by different fields")
+    layout = stated.pop()
+    if layout not in LAYOUTS or layout not in head.layouts:
+        raise ValueError(
+            f"{config.path}: layout of the head {stored} must be {' or '.join(head.layouts)}, got {layout!r}"
+        )
+    return layout
+
+
+def _draft_vocab(folder: Path, config: Fields, vocab_size: int) -> Tensor | None:
     """The ids the drafter predicts, None for the whole vocabulary."""
     size, path = config.block.get("draft_vocab_size"), folder / DRAFT_VOCAB
     if (size is not None) != path.is_file():
@@ -324,8 +315,13 @@ def _load_tensors(path: Path, draft_model: DraftModel, stored: str) -> None:
             found = {name.removeprefix("model."): file.get_tensor(name) for name in file.keys()}
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut off: {error}") from error
+    form = HEADS[stored].format
+    found = {_our_name(name, form): tensor for name, tensor in found.items()}
+    if form.target_tables:
+        for name, attribute in TABLES.items():
+            _check_table(path, name, found.pop(name, None), getattr(draft_model, attribute))
     if stored != draft_model.head_name:
-        found = {name: tensor for name, tensor in found.items() if not name.startswith(FORMATS[stored].prefix)}
+        found = {name: tensor for name, tensor in found.items() if not name.startswith(form.tensors)}
     missing, surplus = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing:
         raise ValueError(f"{path}: {len(missing)} tensors are missing: {', '.join(missing[:8])}")
@@ -335,3 +331,21 @@ def _load_tensors(path: Path, draft_model: DraftModel, stored: str) -> None:
         if tensor.shape != wanted[name].shape:
             raise ValueError(f"{path}: {name} has shape {list(tensor.shape)}, must be {list(wanted[name].shape)}")
         wanted[name].copy_(tensor)  # state_dict shares storage with the parameters
+
+
+def _our_name(name: str, form: HeadFormat) -> str:
+    """A tensor's name in the spelling that is written."""
+    for older, ours in form.older_names.items():
+        if name.startswith(older):
+            return _our_name(ours + name.removeprefix(older), form)
+    return name
+
+
+def _check_table(path: Path, name: str, stored: Tensor | None, own: Tensor) -> None:
+    """Refuse a checkpoint that holds another target's table; none at all is fine."""
+    if stored is None:
+        return
+    own = own.cpu()
+    same = stored.shape == own.shape
+    if not same or not (torch.equal(stored.to(own.dtype), own) or torch.equal(own.to(stored.dtype), stored)):
+        raise ValueError(f"{path}: {name} is not the target's own table: it was trained for another target")

@@ -64,6 +64,17 @@ class RegenerateConfig:
 
 
 @dataclass(frozen=True)
+class YarnConfig:
+    """YaRN of the drafter's positions at inference, past the length it was trained on (paper, section 4.3.1)."""
+
+    factor: float  # served context over the training length
+    original_max_position_embeddings: int  # the training length
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # on cosine and sine; None: 0.1 ln(factor) + 1
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
     """Shape of the DFlash drafter; None is the target's own value (method: paper section 3.1, DFlash)."""
 
@@ -84,6 +95,7 @@ class ArgmaxConfig:
     """Vanilla DFlash: each slot's most likely token, trained by Eq. (6)."""
 
     decay: float = 7.0  # beta of Eq. (6)
+    dpace_alpha: float | None = None  # D-PACE's weights instead of the decay; its authors use 0.5
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,7 @@ class LiLiCorrConfig:
     vector_eps: float = 1e-4
     logit_scale: float = 8.0  # sigma
     decay: float = 7.0  # beta of Eq. (6)
+    dpace_alpha: float | None = None  # D-PACE's weights instead of the decay in Eq. (6)
     head_weight: float = 0.25  # gamma
     distractor_weight: float = 1.0  # lambda
     margin_blend: float = 0.0  # mu, 0.5 in LiLiCorr + margin
@@ -105,7 +118,8 @@ class LiLiCorrConfig:
     full_blocks_only: bool = True  # supervise the head only on blocks whose every slot has a label
     ramp_fraction: float = 0.0  # share of the steps over which the head's weight rises from 0
     token_scale: float = 0.0  # rms of the projected target embeddings at the start; 0: as N(0, 0.02) weights give it
-    walk: str = "greedy"  # greedy | exact
+    walk: str = "greedy"  # greedy | exact | lookahead
+    contract: str = "deterministic"  # deterministic | sampled: a drawn walk where the temperature is above 0
 
 
 @dataclass(frozen=True)
@@ -114,6 +128,8 @@ class RunConfig:
 
     head: str = "lilicorr"
     head_config: dict[str, Any] = field(default_factory=dict)  # overrides of the head's own config
+    block_layout: str | None = None  # in_place | anchor_first; None: the head's usual one
+    block_size: int | None = None  # None: the drafter's
     start_from: str | None = None  # another run whose final drafter this one continues from
     epochs: float | None = None  # exactly one of epochs and steps
     steps: int | None = None
@@ -161,6 +177,9 @@ class EvaluateConfig:
     temperature: float = 0.0
     bootstrap_samples: int = 10_000
     seed: int = 42
+    sampled_seeds: tuple[int, ...] = ()  # also decode at `sampled_temperature` with each of these; paper: 42, 43, 44
+    sampled_temperature: float = 1.0
+    yarn: YarnConfig | None = None  # of every drafter
 
 
 @dataclass(frozen=True)
@@ -170,6 +189,8 @@ class SystemConfig:
     run: str | None = None  # None: autoregressive
     head: str | None = None  # decode the run's drafter with another head (argmax)
     head_config: dict[str, Any] = field(default_factory=dict)  # e.g. {walk: exact}
+    sampled_only: bool = False  # left out of greedy decoding, where it would equal another system
+    yarn: bool = True  # take part in evaluate.yarn
 
 
 @dataclass(frozen=True)
@@ -183,6 +204,7 @@ class DeployConfig:
     num_replicas: int = 1
     gpus_per_replica: float = 1.0
     max_model_len: int | None = None
+    yarn: YarnConfig | None = None
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class Decoder:
             if context is not None:
                 self.draft_model.extend_context(context, output.features[:, :num_rows])
                 draft = self.draft_model.draft(verdict.next_ids, context)
-                proposal = self.draft_model.head.propose(draft, self._sampling(params, position))
+                proposal = self.draft_model.head.propose(draft, self._sampling(params, position)).trimmed()
             block = torch.cat([verdict.next_ids[:, None], proposal.token_ids], dim=1)
 
     def _sampling(self, params: SamplingParams, position: int) -> Sampling:

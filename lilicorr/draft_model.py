@@ -7,6 +7,7 @@ cache), whose `DraftOutput` the head turns into a proposal. Paper: sections 3.2 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lilicorr.anchors import block_labels
 from lilicorr.blocks import BlockSpec, DraftOutput, LossTerm, TrainBatch, add_terms
-from lilicorr.config import from_dict
-from lilicorr.drafter import ContextCache, Drafter, DrafterShape
+from lilicorr.config import DrafterConfig, RunConfig, TrainConfig, from_dict
+from lilicorr.drafter import ContextCache, Drafter, DrafterShape, block_spec
 from lilicorr.heads import HEADS
 from lilicorr.target import Target
 
@@ -47,8 +48,10 @@ class DraftModel(nn.Module):
             )
         if len(spec.target_layer_ids) != shape.num_captured_layers:
             raise ValueError(f"{shape.num_captured_layers} captured layers expected, got ids {spec.target_layer_ids}")
+        if spec.layout not in HEADS[head].layouts:
+            raise ValueError(f"layout of the head {head} must be {' or '.join(HEADS[head].layouts)}, got {spec.layout}")
         self.shape, self.spec, self.head_name = shape, spec, head
-        self.drafter = Drafter(shape)
+        self.drafter = Drafter(shape, spec.layout)
         self.head = HEADS[head](from_dict(HEADS[head].Config, head_config), shape, spec)
         self.register_buffer("embed", embed.detach(), persistent=False)
         self.register_buffer("lm_head", lm_head.detach(), persistent=False)
@@ -128,6 +131,28 @@ class DraftModel(nn.Module):
         embeds = self.embed[block_ids].to(self.drafter.fc.weight.dtype)
         hidden = self.drafter(embeds, anchors, cache.kv())[:, 0]
         return self._draft_output(anchor_ids, hidden, cache.last, torch.ones_like(anchor_ids, dtype=torch.bool))
+
+
+def _blocks(run: RunConfig, config: DrafterConfig) -> tuple[str, int]:
+    """Layout and block size of a run: its own, else its head's usual layout and the drafter's size."""
+    return run.block_layout or HEADS[run.head].layouts[0], run.block_size or config.block_size
+
+
+def check_blocks(name: str, config: TrainConfig) -> None:
+    """Raise ValueError if the run's head cannot have its layout, or its start cuts blocks another way."""
+    run = config.runs[name]
+    layouts, start = HEADS[run.head].layouts, config.runs[run.start_from or name]
+    if run.block_layout not in (None, *layouts):
+        raise ValueError(f"train.runs.{name}.block_layout must be {' or '.join(layouts)}, got {run.block_layout!r}")
+    ours, theirs = _blocks(run, config.drafter), _blocks(start, config.drafter)
+    if ours != theirs:
+        raise ValueError(f"train.runs.{name} has blocks {ours}, its start {run.start_from} has {theirs}")
+
+
+def run_block_spec(config: DrafterConfig, run: RunConfig, target_config: Any, mask_token_id: int) -> BlockSpec:
+    """The blocks of a training run: the drafter's, in the run's own or its head's usual layout."""
+    layout, block_size = _blocks(run, config)
+    return block_spec(dataclasses.replace(config, block_size=block_size), target_config, mask_token_id, layout)
 
 
 def build_draft_model(

@@ -11,14 +11,15 @@ run on the anchor yet. Inside the block attention is bidirectional. Paper: secti
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lilicorr.blocks import BlockSpec, wide
-from lilicorr.config import DrafterConfig
+from lilicorr.blocks import IN_PLACE, BlockSpec, wide
+from lilicorr.config import DrafterConfig, YarnConfig
 from lilicorr.target import Target, default_layer_ids, rope_theta
 
 LayerKV = tuple[Tensor, Tensor]  # keys and values of one layer, each [R, kv heads, T, head width]
@@ -40,6 +41,7 @@ class DrafterShape:
     rms_norm_eps: float
     rope_theta: float
     max_position_embeddings: int
+    yarn: YarnConfig | None = None  # at inference only
 
 
 def drafter_shape(config: DrafterConfig, target_config: Any) -> DrafterShape:
@@ -62,11 +64,11 @@ def drafter_shape(config: DrafterConfig, target_config: Any) -> DrafterShape:
     )
 
 
-def block_spec(config: DrafterConfig, target_config: Any, mask_token_id: int) -> BlockSpec:
+def block_spec(config: DrafterConfig, target_config: Any, mask_token_id: int, layout: str = IN_PLACE) -> BlockSpec:
     """What target, drafter and head agree on about a block."""
     num_captured = config.num_captured_layers or config.num_layers
     layer_ids = default_layer_ids(target_config.num_hidden_layers, num_captured)
-    return BlockSpec(config.block_size, config.num_candidates, mask_token_id, layer_ids)
+    return BlockSpec(config.block_size, config.num_candidates, mask_token_id, layer_ids, layout)
 
 
 class RMSNorm(nn.Module):
@@ -83,18 +85,44 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding in the half-split convention of Qwen3 and Llama."""
+    """Rotary position embedding in the half-split convention of Qwen3 and Llama, by YaRN where that is given."""
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    def __init__(self, head_dim: int, theta: float, yarn: YarnConfig | None = None) -> None:
         super().__init__()
-        self.head_dim, self.theta = head_dim, theta
+        self.head_dim, self.theta, self.yarn = head_dim, theta, yarn
+        self.scale = 1.0  # of cosine and sine
+        if yarn is not None:
+            if yarn.factor < 1 or yarn.original_max_position_embeddings < 1:
+                raise ValueError(f"yarn needs a factor and a training length of at least 1, got {yarn}")
+            automatic = 0.1 * math.log(yarn.factor) + 1
+            self.scale = automatic if yarn.attention_factor is None else yarn.attention_factor
+
+    def frequencies(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Angle per position of every pair of channels, [d / 2].
+
+        YaRN divides the slow ones by its factor and leaves the fast ones: those that turn more often than
+        beta_fast, and less often than beta_slow, within the training length; in between it blends linearly.
+        """
+        steps = torch.arange(0, self.head_dim, 2, device=device, dtype=dtype) / self.head_dim
+        plain = self.theta**-steps
+        if self.yarn is None:
+            return plain
+
+        def channel(turns: float) -> float:
+            length = self.yarn.original_max_position_embeddings
+            return self.head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low = max(math.floor(channel(self.yarn.beta_fast)), 0)
+        high = min(math.ceil(channel(self.yarn.beta_slow)), self.head_dim - 1)
+        ramp = torch.arange(len(plain), device=device, dtype=dtype) - low
+        slow = (ramp / max(high - low, 1e-3)).clamp(0, 1)
+        return plain * (1 - slow) + plain / self.yarn.factor * slow
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate [..., d] by `positions`, whose shape must broadcast against x's without the last axis."""
         kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-        steps = torch.arange(0, self.head_dim, 2, device=x.device, dtype=kind) / self.head_dim
-        angles = positions[..., None].to(kind) * self.theta**-steps
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        angles = positions[..., None].to(kind) * self.frequencies(x.device, kind)
+        cos, sin = (self.scale * angles.cos()).to(x.dtype), (self.scale * angles.sin()).to(x.dtype)
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -134,7 +162,7 @@ class DrafterAttention(nn.Module):
         self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
-        self.rotary = Rotary(shape.head_dim, shape.rope_theta)
+        self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.yarn)
 
     def _heads(self, x: Tensor) -> Tensor:
         """[R, ..., heads * d] -> [R, heads, ..., d]."""
@@ -209,9 +237,9 @@ class ContextCache:
 class Drafter(nn.Module):
     """The DFlash transformer; its parameter names are those of the published checkpoints."""
 
-    def __init__(self, shape: DrafterShape) -> None:
+    def __init__(self, shape: DrafterShape, layout: str = IN_PLACE) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.layout = shape, layout
         self.fc = nn.Linear(shape.num_captured_layers * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(shape.num_layers))
@@ -233,14 +261,15 @@ class Drafter(nn.Module):
         """Hidden states of the slots.
 
         embeds [R, A, B, H] of [anchor, mask, ..., mask]; anchors [R, A] absolute positions; context_kv from
-        `context_kv` or a `ContextCache`. Returns [R, A, S, H] after the final norm, the input of lm_head.
+        `context_kv` or a `ContextCache`. Returns [R, A, S, H] after the final norm, the input of lm_head; in
+        place the anchor's own state predicts nothing and is left out.
         """
         # [R, 1, A, B]: one axis for the heads
         positions = (anchors[..., None] + torch.arange(embeds.shape[2], device=embeds.device))[:, None]
         x = embeds
         for layer, kv in zip(self.layers, context_kv, strict=True):
             x = layer(x, kv, anchors, positions)
-        return self.norm(x[:, :, 1:])
+        return self.norm(x[:, :, 1:] if self.layout == IN_PLACE else x)
 
 
 @torch.no_grad()

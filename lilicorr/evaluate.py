@@ -5,28 +5,49 @@ results go to a JSON file, from which `print_table` and `lilicorr.plots` draw. E
 before the next prompt starts, so timings are comparable. The turns of a conversation are decoded in order, with
 the autoregressive reply as history for all systems, so every system sees the same prompts.
 
+    python -m lilicorr.evaluate --table 5 --results runs/demo/evaluate
+    python -m lilicorr.evaluate --table all --results runs/demo/evaluate --out tables.md
+    python -m lilicorr.evaluate --benchmark math500 --path math500.jsonl        # what a file holds, before a run
+
 Paper: section 4.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from lilicorr.acceptance import Answer, BlockRecord, Sums, add_sums, answer_sums, figures, resamples, stack_sums
+from lilicorr.acceptance import (
+    Answer,
+    BlockRecord,
+    Sums,
+    add_sums,
+    answer_sums,
+    by_category,
+    figures,
+    paired_gains,
+    resamples,
+    stack_sums,
+)
+from lilicorr.benchmarks import BENCHMARKS, benchmark_facts
 from lilicorr.blocks import DraftOutput, Proposal, Verdict
 from lilicorr.chat import Message, answer_text
 from lilicorr.config import EvaluateConfig, fingerprint
 from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.draft_model import DraftModel
 from lilicorr.lattice import candidates
+from lilicorr.provenance import write_atomic
+from lilicorr.tables import TABLES, Results, paper_table, read_results
 from lilicorr.target import Target
 
 logger = logging.getLogger(__name__)
@@ -47,6 +68,7 @@ class Prompt:
 
     id: str
     messages: list[Message]
+    category: str = ""
 
 
 class System:
@@ -114,7 +136,8 @@ def run_sets(
     systems = {AUTOREGRESSIVE: System(target, None)}
     systems |= {name: System(target, draft_model) for name, draft_model in draft_models.items()}
     results: dict[str, Any] = {"systems": {name: {} for name in systems}, "sets": {}}
-    settings = dataclasses.replace(config, sets=(), max_prompts=None)  # the prompts themselves are in the key
+    # the prompts themselves are in the key, and other seeds are other results
+    settings = dataclasses.replace(config, sets=(), max_prompts=None, sampled_seeds=())
     for name, prompts in sets.items():
         key = fingerprint(settings, identity, list(systems), [dataclasses.asdict(prompt) for prompt in prompts])
         if previous.get("sets", {}).get(name, {}).get("fingerprint") == key:
@@ -149,10 +172,12 @@ class SetRunner:
     def run(self, prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:
         """The figures of every system; errors as in `run_sets`."""
         sums: dict[str, list[Sums]] = {name: [] for name in self.systems}
+        categories: list[str] = []  # of the prompts that were answered
         matches = dict.fromkeys(self.systems, 0)
         began = logged = time.perf_counter()
         for done, prompt in enumerate(prompts, start=1):
             turns = self._turns(prompt)
+            categories += [prompt.category] if turns else []
             for name, system in self.systems.items() if turns else ():
                 sums[name].append(system.sums([turn[name] for turn in turns]))
                 matches[name] += all(turn[name].token_ids == turn[AUTOREGRESSIVE].token_ids for turn in turns)
@@ -166,7 +191,7 @@ class SetRunner:
                 f"set {self.name}: none of {len(prompts)} prompts leaves room for max_new_tokens "
                 f"{self.config.max_new_tokens} in the target's context of {self.target.max_length}"
             )
-        return self._figures(sums, matches)
+        return self._figures(sums, matches, categories)
 
     def report(self) -> dict[str, int]:
         """What was run and what was left out."""
@@ -218,7 +243,9 @@ class SetRunner:
             f"{found}, not {wanted}; the target's two best logits there are {float(best[0] - best[1]):.3g} apart"
         )
 
-    def _figures(self, sums: dict[str, list[Sums]], matches: dict[str, int]) -> dict[str, dict[str, Any]]:
+    def _figures(
+        self, sums: dict[str, list[Sums]], matches: dict[str, int], categories: list[str]
+    ) -> dict[str, dict[str, Any]]:
         """Figures of every system over the same resamples of the prompts."""
         tables = {name: stack_sums(prompts) for name, prompts in sums.items()}
         counts = resamples(len(sums[AUTOREGRESSIVE]), self.config.bootstrap_samples, self.config.seed)
@@ -226,7 +253,13 @@ class SetRunner:
         for name, table in tables.items():
             rival = None if name in (AUTOREGRESSIVE, DFLASH) else tables.get(DFLASH)
             values = figures(table, tables[AUTOREGRESSIVE], rival, counts)
+            others = {other: tables[other] for other in tables if other not in (name, AUTOREGRESSIVE)}
             found[name] = {**values, "matches_autoregressive": matches[name]}
+            if name != AUTOREGRESSIVE:
+                found[name]["tau_gain_over"] = paired_gains(table, others, counts)
+            kinds = by_category(table, tables[AUTOREGRESSIVE], categories)
+            if kinds:
+                found[name]["by_category"] = kinds
         return found
 
 
@@ -236,15 +269,16 @@ def print_table(results: dict[str, Any]) -> None:
     from rich.table import Table
 
     names = list(results["sets"])
-    table = Table(title="acceptance length tau [95 % interval], speed-up over autoregression")
+    table = Table(title="acceptance length tau [95 % interval], speed-up over autoregression; (drafted width)")
     slots = Table(title=f"accepted prefix by any candidate, the head's choice and top-1, on {names[0]}")
     for column in ("system", *names):
         table.add_column(column, no_wrap=True)
     for column in ("system", "oracle", "selected", "top-1", "acceptance of slots 1, 2, ..."):
         slots.add_column(column, no_wrap=column == "system")
     for system, by_set in results["systems"].items():
-        table.add_row(system, *[_cell(by_set[name]) for name in names])
         first = by_set[names[0]]
+        row = f"{system} ({first['drafted_width']})" if first["drafted_width"] else system
+        table.add_row(row, *[_cell(by_set[name]) for name in names])
         if first["per_slot"]:
             prefixes = [_show(first[f"{name}_prefix"]) for name in ("oracle", "selected", "top1")]
             slots.add_row(system, *prefixes, " ".join(_show(value) for value in first["per_slot"]))
@@ -261,3 +295,38 @@ def _cell(values: dict[str, Any]) -> str:
 
 def _show(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print tables of a finished evaluation, or what a benchmark's file holds."""
+    parser = argparse.ArgumentParser(description="The paper's tables from the results of a run.")
+    parser.add_argument("--table", help=f"all, or one of {', '.join(map(str, TABLES))}")
+    parser.add_argument("--results", type=Path, help="folder of results.json: runs/PROFILE/evaluate")
+    parser.add_argument("--out", type=Path, help="write there instead of printing")
+    parser.add_argument("--benchmark", help=f"one of {', '.join(BENCHMARKS)}")
+    parser.add_argument("--path", type=Path, help="file of the benchmark, where no package has it")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.benchmark:
+            text = json.dumps(benchmark_facts(arguments.benchmark, arguments.path), indent=2)
+        elif arguments.table and arguments.results:
+            text = _tables(arguments.table, read_results(arguments.results))
+        else:
+            parser.error("give --table and --results, or --benchmark")
+    except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"error: {error}") from error
+    if arguments.out:
+        write_atomic(arguments.out, f"{text}\n".encode())
+    else:
+        print(text)
+
+
+def _tables(asked: str, results: Results) -> str:
+    """One table, or all of them."""
+    if asked != "all" and not asked.isdigit():
+        raise ValueError(f"table must be all or one of {', '.join(map(str, TABLES))}, got {asked!r}")
+    return "\n\n".join(paper_table(number, results) for number in (TABLES if asked == "all" else [int(asked)]))
+
+
+if __name__ == "__main__":
+    main()

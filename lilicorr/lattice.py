@@ -2,7 +2,7 @@
 
 Place in the flow: a head takes `candidates` of the drafter's logits, scores neighbouring ones, and commits a
 path by `greedy_walk` (Eq. 8); `oracle_prefix` says which slots a training block supervises (section 3.3);
-`exact_walk` is the dynamic program of Appendix E.
+`exact_walk` is the dynamic program of Appendix E; `lookahead_walk` is the one that prefix acceptance asks for.
 """
 
 from __future__ import annotations
@@ -101,4 +101,21 @@ def exact_walk(anchor_scores: Tensor, pair_scores: Tensor) -> Tensor:
     return torch.stack(ranks[::-1], dim=-1)
 
 
-WALKS = {"greedy": greedy_walk, "exact": exact_walk}
+def lookahead_walk(anchor_scores: Tensor, pair_scores: Tensor) -> Tensor:
+    """The path of highest expected accepted length, if a candidate follows another with its softmax probability.
+
+    That is sum_s prod_{j <= s} P(c_j | c_{j-1}) over the slots, with P of Eq. (2). A backward sweep maximises it
+    exactly: W_s(c) = max over c' of P(c' | c) (1 + W_{s+1}(c')), W = 0 behind the last slot. Shapes as
+    `greedy_walk`.
+    """
+    worth, followed_by = torch.zeros_like(anchor_scores), []
+    for step in range(pair_scores.shape[1] - 1, -1, -1):
+        worth, following = (pair_scores[:, step].softmax(dim=-1) * (1 + worth)[:, None]).max(dim=-1)
+        followed_by.append(following)
+    ranks = [(anchor_scores.softmax(dim=-1) * (1 + worth)).argmax(dim=-1)]
+    for following in reversed(followed_by):
+        ranks.append(following.gather(1, ranks[-1][:, None])[:, 0])
+    return torch.stack(ranks, dim=-1)
+
+
+WALKS = {"greedy": greedy_walk, "exact": exact_walk, "lookahead": lookahead_walk}

@@ -14,14 +14,55 @@ from torch import Tensor
 from lilicorr.blocks import LossTerm, wide
 
 
-def block_cross_entropy(label_log_probs: Tensor, valid: Tensor, decay: float, weight: float = 1.0) -> LossTerm:
-    """Eq. (6): cross-entropy of every valid slot, weighted by exp(-(s - 1) / decay).
+def slot_weights(valid: Tensor, decay: float, dtype: torch.dtype) -> Tensor:
+    """exp(-(s - 1) / decay) of Eq. (6) where `valid` [N, S], else 0."""
+    slots = torch.arange(valid.shape[1], device=valid.device, dtype=dtype)
+    return torch.exp(-slots / decay) * valid
+
+
+def acceptance_weights(label_log_probs: Tensor, valid: Tensor, alpha: float) -> Tensor:
+    """D-PACE's weights in place of the decay: how much accepted length hangs on a slot, [N, S].
+
+    With q_s = (1 - alpha) p(label_s) + alpha, w_s = sum_{m >= s} prod_{i <= m} q_i: the part of the expected
+    accepted length that slot s has a share in. No gradient flows through them, and a slot behind one without a
+    label is never reached. Raises ValueError for an alpha outside [0, 1].
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"dpace_alpha must be in [0, 1], got {alpha}")
+    accepted = ((1 - alpha) * label_log_probs.detach().exp() + alpha) * valid
+    return accepted.cumprod(dim=-1).flip(-1).cumsum(dim=-1).flip(-1) * valid
+
+
+def weighted_mean(values: Tensor, weights: Tensor, weight: float) -> LossTerm:
+    """The mean of `values` [N, S] by `weights` [N, S]; where a weight is 0 the value may be infinite."""
+    return LossTerm((weights * values.masked_fill(weights == 0, 0.0)).sum(), weights.sum(), weight)
+
+
+def block_cross_entropy(
+    label_log_probs: Tensor, valid: Tensor, decay: float, weight: float = 1.0, dpace_alpha: float | None = None
+) -> LossTerm:
+    """Eq. (6): cross-entropy of every valid slot, weighted by `slot_weights`, or by D-PACE's with an alpha.
 
     label_log_probs [N, S], valid [N, S].
     """
-    slots = torch.arange(valid.shape[1], device=valid.device, dtype=label_log_probs.dtype)
-    weights = torch.exp(-slots / decay) * valid
-    return LossTerm(-(weights * label_log_probs.masked_fill(~valid, 0.0)).sum(), weights.sum(), weight)
+    if dpace_alpha is None:
+        weights = slot_weights(valid, decay, label_log_probs.dtype)
+    else:
+        weights = acceptance_weights(label_log_probs, valid, dpace_alpha)
+    return weighted_mean(-label_log_probs, weights, weight)
+
+
+def total_variation_loss(logits: Tensor, target_probs: Tensor, vocab_ids: Tensor | None) -> Tensor:
+    """DSpark's L1 distance of every slot, twice the total variation, [N, S].
+
+    logits [N, S, D] of the draft, target_probs [N, S, V].
+    With `vocab_ids` [D] the draft has no mass outside them, so all of the target's mass there is distance.
+    """
+    law = wide(logits).softmax(dim=-1)
+    if vocab_ids is None:
+        return (law - target_probs).abs().sum(dim=-1)
+    within = target_probs[..., vocab_ids]
+    return (law - within).abs().sum(dim=-1) + (1 - within.sum(dim=-1)).clamp(min=0)
 
 
 def lattice_cross_entropy(scores: Tensor, gold_rank: Tensor, supervised: Tensor, weight: float) -> LossTerm:

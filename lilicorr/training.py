@@ -56,6 +56,8 @@ PACE = (
     *("log_steps", "eval_steps", "num_workers", "gpus_per_worker", "max_failures"),
 )
 
+ADDED = ("block_layout", "block_size")  # of a run, since runs were first trained: unset they leave its identity alone
+
 
 def num_steps(run: RunConfig, sampler: Sampler) -> int:
     """Optimizer steps of a run.
@@ -86,7 +88,8 @@ def lr_factor(step: int, total: int, schedule: str, warmup_fraction: float) -> f
 def run_fingerprint(config: TrainConfig, run: RunConfig, training_set: TrainingSet, *more: Any) -> str:
     """The identity of a run's result: what it trains, on what, how; `more` adds the target and the start."""
     values = {key: value for key, value in dataclasses.asdict(config).items() if key not in PACE}
-    return fingerprint(values, run, training_set.meta["content"], *more)
+    own = {key: value for key, value in dataclasses.asdict(run).items() if value is not None or key not in ADDED}
+    return fingerprint(values, own, training_set.meta["content"], *more)
 
 
 def start_drafter(draft_model: DraftModel, folder: Path, target: Target) -> None:
@@ -95,7 +98,7 @@ def start_drafter(draft_model: DraftModel, folder: Path, target: Target) -> None
     Raises ValueError if the two drafters differ in shape or in how they cut blocks.
     """
     start = load_draft_model(folder, target, head="argmax", dtype=torch.float32)
-    for name in ("shape", "spec.block_size", "spec.mask_token_id", "spec.target_layer_ids"):
+    for name in ("shape", "spec.block_size", "spec.layout", "spec.mask_token_id", "spec.target_layer_ids"):
         theirs, ours = _attribute(start, name), _attribute(draft_model, name)
         if theirs != ours:
             raise ValueError(f"cannot start from {folder}: its {name} is {theirs}, this run's is {ours}")

@@ -137,7 +137,7 @@ def _noise(keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def target_probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The law of the target's token: logits [N, Q, V] -> probabilities [N, Q, V], at least fp32.
+    """The law of a token, the target's or a draft's: logits [N, Q, V] -> probabilities [N, Q, V], at least fp32.
 
     Temperature, then top-k, then top-p of what top-k left; ties keep the lowest ids. A row of
     temperature 0 is the one-hot of its argmax.

@@ -23,6 +23,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,7 @@ def build_application(config: PipelineConfig, checkpoint: Path, code: Path) -> d
     from serve_app.app import AppArgs
 
     target, deploy = config.target, config.deploy
+    yarn = asdict(deploy.yarn) if deploy.yarn else None
     args = AppArgs(
         checkpoint=str(checkpoint),
         target=target.source if target.source == "embedded" else str(resolve_target(target)),
@@ -179,10 +181,11 @@ def build_application(config: PipelineConfig, checkpoint: Path, code: Path) -> d
         mask_token_id=target.mask_token_id,
         template_kwargs=target.template_kwargs,
         model_name=deploy.model_name,
+        yarn=yarn,
         max_model_len=deploy.max_model_len,
         num_replicas=deploy.num_replicas,
         gpus=deploy.gpus_per_replica,
-        version=fingerprint(sha256_tree(checkpoint), code.name),
+        version=fingerprint(sha256_tree(checkpoint), code.name, yarn),
     )
     return {
         "name": APP,

@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ if __name__ == "__main__":
 
 import torch
 
+from lilicorr.acceptance import over_seeds
 from lilicorr.benchmarks import benchmark_facts, load_benchmark
 from lilicorr.chat import render_prompt
 from lilicorr.checkpoint import load_draft_model
-from lilicorr.config import PipelineConfig
+from lilicorr.config import EvaluateConfig, PipelineConfig
 from lilicorr.draft_model import DraftModel
 from lilicorr.evaluate import AUTOREGRESSIVE, Prompt, run_sets
 from lilicorr.plots import draw_plots
@@ -41,25 +43,44 @@ HELD_OUT = "held_out"
 def run(config: PipelineConfig) -> dict[str, Any]:
     """Evaluate every system of the profile on every set; returns tau by system and set.
 
+    With `evaluate.sampled_seeds` all systems are decoded once more for each seed, at `sampled_temperature`:
+    `sampled_<seed>.json`, and in `sampled.json` means and deviations over the seeds.
+
     Raises ValueError for a set or system that does not exist, and as `lilicorr.evaluate.run_sets` does.
     """
-    folder = config.directory / "evaluate"
-    path = folder / "results.json"
+    folder, settings = config.directory / "evaluate", config.evaluate
     prompts, facts = load_sets(config)
     described = json.loads((config.directory / "prepare" / "target.json").read_text(encoding="utf-8"))
     target = load_evaluation_target(config, described["num_layers"])
     draft_models, identity = load_systems(config, target)
-    render = functools.partial(render_prompt, target.tokenizer, template_kwargs=config.target.template_kwargs)
-    previous = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-    def save(results: dict[str, Any]) -> None:
-        sets = {name: values | {"data": facts[name]} for name, values in results["sets"].items()}
-        write_json(path, {**results, "sets": sets, "provenance": provenance(config)})
-
     identity["target"] = described["files_hash"] or f"{described['source']}@{described['revision']}"
     identity |= {"device": target.device.type, "dtype": config.target.dtype}
     identity |= {"template_kwargs": config.target.template_kwargs, "version": VERSIONS["evaluate"]}
-    results = run_sets(target, draft_models, prompts, config.evaluate, render, identity, previous, save)
+    render = functools.partial(render_prompt, target.tokenizer, template_kwargs=config.target.template_kwargs)
+
+    def measure(name: str, settings: EvaluateConfig) -> dict[str, Any]:
+        path = folder / name
+        models = {
+            system: model
+            for system, model in draft_models.items()
+            if settings.temperature > 0 or not settings.systems[system].sampled_only
+        }
+
+        def save(results: dict[str, Any]) -> None:
+            sets = {name: values | {"data": facts[name]} for name, values in results["sets"].items()}
+            record = provenance(replace(config, evaluate=settings))
+            write_json(path, {**results, "sets": sets, "provenance": record})
+
+        previous = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return run_sets(target, models, prompts, settings, render, identity, previous, save)
+
+    results = measure("results.json", settings)
+    sampled = [
+        measure(f"sampled_{seed}.json", replace(settings, temperature=settings.sampled_temperature, seed=seed))
+        for seed in settings.sampled_seeds
+    ]
+    if sampled:
+        write_json(folder / "sampled.json", {"seeds": list(settings.sampled_seeds), "systems": over_seeds(sampled)})
     for plot in draw_plots(folder, config.directory / "train"):
         logger.info("drew %s", plot)
     return {"tau": {name: {s: v["tau"] for s, v in by_set.items()} for name, by_set in results["systems"].items()}}
@@ -79,7 +100,7 @@ def load_sets(config: PipelineConfig) -> tuple[dict[str, list[Prompt]], dict[str
             facts[name] = {"name": name, "source": config.prompts.source, "prompts": len(held_out)}
         else:
             prompts[name] = [
-                Prompt(prompt.id, [{"role": "user", "content": text} for text in prompt.turns])
+                Prompt(prompt.id, [{"role": "user", "content": text} for text in prompt.turns], prompt.category)
                 for prompt in load_benchmark(name, file or None, limit)
             ]
             facts[name] = benchmark_facts(name, file or None)
@@ -106,7 +127,8 @@ def load_systems(config: PipelineConfig, target: Target) -> tuple[dict[str, Draf
             )
         if system.run is not None:
             folder = config.directory / "train" / system.run / "final"
-            draft_models[name] = load_draft_model(folder, target, system.head, system.head_config)
+            yarn = config.evaluate.yarn if system.yarn else None
+            draft_models[name] = load_draft_model(folder, target, system.head, system.head_config, yarn=yarn)
             identity[name] = sha256_tree(folder)
     return draft_models, identity
 

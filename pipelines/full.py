@@ -7,6 +7,7 @@ interrupted one goes on where it was, and the same command line works on a lapto
     ray job submit --working-dir . -- python pipelines/full.py --profile demo --run-dir /shared/runs
     python pipelines/full.py --profile demo --dry-run                  # what would run, and why
     python pipelines/full.py --profile demo --from train --until evaluate --force train
+    python pipelines/full.py --profile demo --systems all --until evaluate
 
 Paper: sections 3 and 4, end to end.
 """
@@ -26,6 +27,7 @@ if __name__ == "__main__":
 
 from lilicorr.config import LiLiCorrConfig, PipelineConfig, SystemConfig, from_dict
 from pipelines.stage import VERSIONS, Stage, argument_parser, execute, lazily, select
+from pipelines.systems import SYSTEMS, chosen, with_systems
 
 HEALTH_TIMEOUT_S = 5.0
 REGENERATE_PACE = ("num_actors", "gpus_per_actor", "cpus_per_actor", "max_attempts")
@@ -103,13 +105,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--until", dest="last", metavar="STAGE", help="stop after this stage")
     parser.add_argument("--force", action="append", default=[], metavar="STAGE", help="start this stage over")
     parser.add_argument("--ablations", action="store_true", help="train and evaluate the run of Table 11 besides")
+    parser.add_argument("--systems", metavar="NAMES", help=f"all, or some of {','.join(SYSTEMS)}, at equal budget")
     arguments = parser.parse_args(argv)
     try:
         stages = select(STAGES, arguments.first, arguments.last)
         forced = [select(stages, name, name)[0].name for name in arguments.force]
     except ValueError as error:
         parser.error(str(error))
-    config = execute(stages, arguments, forced, with_ablations if arguments.ablations else None)
+
+    def change(config: PipelineConfig) -> PipelineConfig:
+        if arguments.systems:
+            config = with_systems(config, chosen(arguments.systems))
+        return with_ablations(config) if arguments.ablations else config
+
+    config = execute(stages, arguments, forced, change)
     if config is not None:
         print_results(config)
 

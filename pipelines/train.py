@@ -31,15 +31,12 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from lilicorr.chat import render_prompt
 from lilicorr.checkpoint import read_info, save_draft_model
 from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, fingerprint, from_dict, to_dict
 from lilicorr.corpus import Sampler, TrainingSet, build_training_set
-from lilicorr.decode import Decoder, SamplingParams
-from lilicorr.draft_model import DraftModel, build_draft_model
-from lilicorr.drafter import block_spec, copy_target_layers, drafter_shape
+from lilicorr.draft_model import DraftModel, build_draft_model, check_blocks, run_block_spec
+from lilicorr.drafter import copy_target_layers, drafter_shape
 from lilicorr.heads import HEADS
-from lilicorr.prompts import read_conversations
 from lilicorr.provenance import sha256_file, write_json
 from lilicorr.target import Target, default_layer_ids, load_target
 from lilicorr.training import (
@@ -53,6 +50,7 @@ from lilicorr.training import (
     start_drafter,
 )
 from pipelines import local
+from pipelines.probe import measure_tau, probe_prompts
 from pipelines.shards import data_path, read_manifest, read_plan
 from pipelines.stage import VERSIONS
 
@@ -62,7 +60,6 @@ TRAINING_SET = "training_set"
 FEATURES = ".features"  # hidden, so no part of the stage's outputs
 REPLACED = ".replaced"  # runs whose config has changed; hidden, so no part of the stage's outputs
 INITS = ("random", "target")  # of the drafter
-PROBE_PROMPTS, PROBE_TOKENS = 8, 64
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -146,6 +143,7 @@ def check_runs(config: TrainConfig, described: dict[str, Any]) -> None:
                 f"train.runs.{name}.start_from must be a run before it ({', '.join(before) or 'there is none'}), "
                 f"got {run_config.start_from!r}"
             )
+        check_blocks(name, config)
         num_steps(run_config, Sampler(1, 1, 0))
         before.append(name)
 
@@ -325,7 +323,7 @@ def new_draft_model(
         torch.manual_seed(config.seed)
         draft_model = build_draft_model(
             drafter_shape(config.drafter, target.config),
-            block_spec(config.drafter, target.config, target.mask_token_id),
+            run_block_spec(config.drafter, run_config, target.config, target.mask_token_id),
             run_config.head,
             run_config.head_config,
             target,
@@ -345,28 +343,6 @@ def progress_line(name: str, metrics: dict[str, float], total: int, seconds_per_
     )
 
 
-def probe_prompts(config: PipelineConfig, target: Target) -> list[list[int]]:
-    """The first turns of a few held-out conversations; raises ValueError if there is none."""
-    held_out = read_conversations(config.directory / "prepare" / "held_out.parquet", stop=PROBE_PROMPTS)
-    if not held_out:
-        raise ValueError("train.eval_steps needs held-out prompts, prepare left none")
-    prompts = []
-    for conversation in held_out:
-        turns = [message["role"] for message in conversation.messages].index("user") + 1
-        prompts.append(render_prompt(target.tokenizer, conversation.messages[:turns], config.target.template_kwargs))
-    return [prompt for prompt in prompts if len(prompt) + PROBE_TOKENS <= target.max_length]
-
-
-def measure_tau(trainer: Trainer, target: Target, prompts: list[list[int]]) -> float | None:
-    """Tokens per verified block on `prompts`, greedy; None if every answer ended in its first token."""
-    params = SamplingParams(PROBE_TOKENS, stop_ids=target.eos_ids)
-    decoder = Decoder(target, trainer.draft_model)
-    with trainer.autocast():
-        answers = [decoder.generate(prompt, params) for prompt in prompts]
-    num_blocks = sum(answer.num_blocks for answer in answers)
-    return sum(answer.num_block_tokens for answer in answers) / num_blocks if num_blocks else None
-
-
 def finish(job: Job, trainer: Trainer, target: Target) -> None:
     """Write `final/`, then `result.json`: its presence says that the run has finished."""
     described = job.described()
@@ -377,6 +353,7 @@ def finish(job: Job, trainer: Trainer, target: Target) -> None:
         "identity": job.identity,
         "steps": trainer.done,
         "num_blocks": trainer.num_blocks,
+        "max_anchors": job.config.train.max_anchors,
         "bos_token_id": getattr(target.config, "bos_token_id", None),
         "eos_token_id": described["eos_token_id"],
     }

@@ -21,7 +21,7 @@ from ray import serve
 
 from lilicorr.chat import render_prompt
 from lilicorr.checkpoint import load_draft_model
-from lilicorr.config import TargetConfig
+from lilicorr.config import TargetConfig, YarnConfig, from_dict
 from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.target import Target, load_target
 from serve_app.api import ServedModel, build_api
@@ -44,6 +44,7 @@ class AppArgs(BaseModel):
     mask_token_id: int | None = None
     template_kwargs: dict[str, Any] = {"enable_thinking": False}
     model_name: str = "lilicorr"
+    yarn: dict[str, Any] | None = None  # of the drafter, as `deploy.yarn` of a profile
     max_model_len: int | None = None  # prompt and answer together; None: the target's context
     num_replicas: int = Field(1, ge=1)
     gpus: float = Field(0.0, ge=0)  # per replica; 0 decodes on the CPU
@@ -77,7 +78,8 @@ class Endpoint:
 
     def __init__(self, args: AppArgs) -> None:
         target = _load_target(args)
-        decoder = Decoder(target, load_draft_model(Path(args.checkpoint), target))
+        yarn = from_dict(YarnConfig, args.yarn, "yarn.") if args.yarn else None
+        decoder = Decoder(target, load_draft_model(Path(args.checkpoint), target, yarn=yarn))
         self._model = _served_model(args, target)
         _warm_up(decoder, self._model)
         self._replica = Replica(

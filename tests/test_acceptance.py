@@ -7,7 +7,19 @@ import json
 import numpy as np
 import pytest
 
-from lilicorr.acceptance import Answer, BlockRecord, Sums, add_sums, answer_sums, figures, resamples, stack_sums
+from lilicorr.acceptance import (
+    Answer,
+    BlockRecord,
+    Sums,
+    add_sums,
+    answer_sums,
+    by_category,
+    figures,
+    over_seeds,
+    paired_gains,
+    resamples,
+    stack_sums,
+)
 
 
 def hand_made() -> Answer:
@@ -30,12 +42,18 @@ def test_sums_of_hand_made_blocks():
         "seconds": 2.0,
         "blocks": 3,
         "block_tokens": 8,
+        "drafted": 9,
         "reached": [3, 3, 1],  # the third block's slot 3 is behind the end, the second's was not reached
         "accepted": [3, 2, 1],
         "oracle_prefix": 3 + 2 + 1,
         "selected_prefix": 3 + 1 + 2,
         "top1_prefix": 3 + 0 + 1,
     }
+    early = hand_made()
+    early.blocks[1] = BlockRecord(5, [15], [[98, 15], [99, 16], [97, 96]], num_accepted=1)  # slot 2 was not drafted
+    shorter = answer_sums(early, num_slots=3, num_candidates=2)
+    assert (int(shorter["drafted"]), shorter["reached"].tolist()) == (7, [3, 2, 1])
+    assert all(np.array_equal(shorter[name], sums[name]) for name in sums.keys() - {"drafted", "reached"})
     nothing = answer_sums(Answer([7], 0, 0, 1.0, []), num_slots=3, num_candidates=2)
     assert nothing["reached"].tolist() == [0, 0, 0] and nothing["oracle_prefix"] == 0
     plain = answer_sums(Answer([7, 8, 9], 2, 2, 1.0, []), num_slots=0, num_candidates=0)
@@ -46,7 +64,8 @@ def test_sums_of_hand_made_blocks():
 def table(tokens: list[float], blocks: list[float], seconds: list[float]) -> Sums:
     """A table of P prompts without slots."""
     columns = dict(tokens=tokens, block_tokens=tokens, blocks=blocks, seconds=seconds)
-    prefixes = dict.fromkeys(("oracle_prefix", "selected_prefix", "top1_prefix"), np.zeros(len(tokens)))
+    names = ("oracle_prefix", "selected_prefix", "top1_prefix", "drafted")
+    prefixes = dict.fromkeys(names, np.zeros(len(tokens)))
     by_slot = {name: np.zeros((len(tokens), 0)) for name in ("reached", "accepted")}
     return {name: np.array(values) for name, values in columns.items()} | prefixes | by_slot
 
@@ -59,6 +78,7 @@ def test_figures_are_weighted_by_blocks_and_speed_is_relative_to_autoregression(
     found = figures(stack_sums([first, second]), plain, dflash, resamples(2, 100, seed=0))
     assert found["tau"] == 10 / 4 and found["num_blocks"] == 4 and found["num_prompts"] == 2
     assert found["per_slot"] == [1.0, 2 / 4, 1.0]
+    assert (found["drafted_width"], found["drafted_per_block"]) == (3, 3.0)
     assert (found["oracle_prefix"], found["selected_prefix"], found["top1_prefix"]) == (8 / 4, 7 / 4, 5 / 4)
     assert found["tokens_per_s"] == 12 / 3 and found["speedup"] == 4.0
     assert found["tau_gain_over_dflash"] == pytest.approx(10 / 4 - 10 / 6)
@@ -114,3 +134,23 @@ def test_intervals_cover_a_known_difference_as_often_as_they_say():
         low, high = figures(ours, dflash, dflash, resamples(50, 300, seed=trial))["tau_gain_over_dflash_ci95"]
         covered += low <= 0.4 <= high
     assert 0.89 < covered / trials < 0.985
+
+
+def test_spread_over_seeds_and_figures_by_category_by_hand():
+    ours, plain = table([9, 3, 6], [3, 3, 2], [1.0, 1.0, 2.0]), table([9, 3, 6], [9, 3, 6], [3.0, 1.0, 6.0])
+    kinds = by_category(ours, plain, ["math", "qa", "math"])
+    assert kinds["math"] == {"num_prompts": 2, "tau": 3.0, "tokens_per_s": 5.0, "speedup": 5.0 / (15 / 9)}
+    assert kinds["qa"]["tau"] == 1.0 and list(kinds) == ["math", "qa"]
+    assert by_category(ours, plain, ["", "", ""]) == {}
+    gains = paired_gains(ours, {"plain": plain}, resamples(3, 50, seed=0))
+    assert gains["plain"]["gain"] == pytest.approx(18 / 8 - 1) and len(gains["plain"]["ci95"]) == 2
+
+    def result(tau: float | None) -> dict:
+        cell = {"tau": tau, "tokens_per_s": 10.0, "speedup": 2.0}
+        return {"systems": {"dflash": {"chat": cell | {"by_category": {"qa": cell}}}}}
+
+    spread = over_seeds([result(1.0), result(2.0), result(3.0)])["dflash"]["chat"]
+    assert (spread["num_seeds"], spread["tau"], spread["tau_std"], spread["speedup_std"]) == (3, 2.0, 1.0, 0.0)
+    assert spread["by_category"]["qa"]["tau_std"] == 1.0
+    assert over_seeds([result(1.0)])["dflash"]["chat"]["tau_std"] is None
+    assert over_seeds([result(1.0), result(None)])["dflash"]["chat"]["tau"] is None

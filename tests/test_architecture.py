@@ -50,10 +50,11 @@ ALLOWED = {
     "drafter": "blocks config target",
     "anchors": "blocks config",
     "heads": "heads.*",
-    "heads.base": "blocks config",
-    "heads.*": "blocks config heads.base kernels.* lattice losses",
+    "heads.base": "blocks config losses verify",
+    "heads.*": "blocks config heads.base kernels.* lattice losses verify",
     "draft_model": "anchors blocks config drafter heads losses target",
-    "checkpoint": "blocks config draft_model drafter folder heads provenance target",
+    "fields": "config",
+    "checkpoint": "blocks config draft_model drafter fields folder heads heads.base provenance target",
     # decoding
     "decode": "blocks config draft_model target verify",
     "engine.*": "blocks config draft_model drafter engine.* kernels.* target verify",
@@ -65,7 +66,9 @@ ALLOWED = {
     "generator": "blocks chat config prompts target",
     "acceptance": "blocks",
     "plots": "",
-    "evaluate": "acceptance blocks chat config decode draft_model engine.* lattice prompts provenance target",
+    "tables": "",
+    "evaluate": "acceptance benchmarks blocks chat config decode draft_model engine.* lattice prompts provenance "
+    "tables target",
 }
 # What lilicorr may import of the world: at the top of a module, and inside the functions of one that says why.
 WORLD = {"jinja2", "matplotlib", "numpy", "pyarrow", "safetensors", "tokenizers", "torch", "transformers", "yaml"}

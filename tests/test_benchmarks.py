@@ -64,6 +64,9 @@ SCHEMAS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
 }
 
 
+SCHEMAS |= {f"speed_{length}": SCHEMAS["speed_bench"] for length in ("1k", "2k", "8k", "16k", "32k")}
+
+
 def write(path: Path, *rows: dict[str, Any]) -> Path:
     """The rows as the kind of file that the name asks for."""
     if path.suffix == ".parquet":
@@ -97,10 +100,20 @@ def test_the_other_spellings(tmp_path: Path) -> None:
     assert load_benchmark("aime25", write(tmp_path / "c.jsonl", other))[0].turns == (f"Q\n{STEP_BY_STEP}",)
 
 
-def test_a_placeholder_is_refused(tmp_path: Path) -> None:
-    rows = [SCHEMAS["speed_bench"][0], {"question_id": "x7", "category": "qa", "turns": [PLACEHOLDER]}]
+@pytest.mark.parametrize("name", ["speed_bench", "speed_32k"])
+def test_a_placeholder_is_refused(name: str, tmp_path: Path) -> None:
+    rows = [SCHEMAS[name][0], {"question_id": "x7", "category": "qa", "turns": [PLACEHOLDER]}]
     with pytest.raises(ValueError, match=r"row 1 \(x7\): this row has a placeholder"):
-        load_benchmark("speed_bench", write(tmp_path / "qualitative.parquet", *rows))
+        load_benchmark(name, write(tmp_path / "qualitative.parquet", *rows))
+
+
+def test_categories_go_with_the_prompts(tmp_path: Path) -> None:
+    row = {"question_id": "1", "turns": ["A"]}
+    rows = [row | {"category": "low_entropy"}, row | {"category": "QA"}, row | {"category": None}]
+    prompts = load_benchmark("speed_8k", write(tmp_path / "a.jsonl", *rows))
+    assert [prompt.category for prompt in prompts] == ["low_entropy", "qa", ""]
+    other = {"question": "Q", "category": "sums"}
+    assert load_benchmark("gsm8k", write(tmp_path / "b.jsonl", other))[0].category == ""
 
 
 @pytest.mark.parametrize(

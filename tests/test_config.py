@@ -27,7 +27,7 @@ from pipelines.full import ABLATION, with_ablations
 
 PROFILES = Path(__file__).parents[1] / "pipelines" / "profiles"
 NAMES = sorted(path.stem for path in PROFILES.glob("*.yaml"))
-HEADS = {"argmax": ArgmaxConfig, "lilicorr": LiLiCorrConfig}
+HEADS = {"argmax": ArgmaxConfig, "lilicorr": LiLiCorrConfig}  # of the profiles; others come by --systems
 
 
 def load(name: str, *overrides: str) -> PipelineConfig:

@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from lilicorr.blocks import BlockSpec
-from lilicorr.config import DrafterConfig
-from lilicorr.drafter import Drafter, DrafterShape, block_attention, block_spec, copy_target_layers, drafter_shape
+from lilicorr.config import DrafterConfig, YarnConfig
+from lilicorr.drafter import (
+    Drafter,
+    DrafterShape,
+    Rotary,
+    block_attention,
+    block_spec,
+    copy_target_layers,
+    drafter_shape,
+)
 
 
 def make_shape(**changes: int) -> DrafterShape:
@@ -157,3 +165,46 @@ def test_layers_of_another_shape_are_not_copied(target_factory):
     drafter = Drafter(drafter_shape(DrafterConfig(num_layers=2), target.config)).double()
     with pytest.raises(ValueError, match="no place for the target's self_attn.q_proj.bias"):
         copy_target_layers(drafter, target)
+
+
+def test_anchor_first_keeps_the_anchors_own_state(drafter):
+    torch.manual_seed(1)
+    features = torch.randn(1, 12, 64, dtype=torch.float64)
+    embeds, anchors = torch.randn(1, 2, 5, 32, dtype=torch.float64), torch.tensor([[4, 7]])
+    in_place = run(drafter, features, embeds, anchors)
+    first = Drafter(make_shape(), "anchor_first").double()
+    first.load_state_dict(drafter.state_dict())
+    whole = run(first, features, embeds, anchors)
+    assert in_place.shape[2] == 4 and whole.shape[2] == 5
+    assert torch.equal(whole[:, :, 1:], in_place)
+
+
+@pytest.mark.parametrize(("factor", "length", "attention"), [(4.0, 128, None), (13.33, 3072, None), (2.0, 64, 1.0)])
+def test_yarn_is_the_one_of_transformers(factor, length, attention):
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = dict(rope_type="yarn", rope_theta=1e6, factor=factor, original_max_position_embeddings=length)
+    if attention is not None:
+        parameters["attention_factor"] = attention
+    config = Qwen3Config(head_dim=128, max_position_embeddings=int(factor * length), rope_parameters=parameters)
+    expected, scale = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    rotary = Rotary(128, 1e6, YarnConfig(factor, length, attention_factor=attention))
+    assert torch.allclose(rotary.frequencies(torch.device("cpu"), torch.float32), expected)
+    assert rotary.scale == pytest.approx(scale)
+    x, positions = torch.randn(3, 5, 128, dtype=torch.float64), torch.arange(5)
+    plain = Rotary(128, 1e6)(x, positions)
+    assert not torch.allclose(rotary(x, positions), plain)
+    assert torch.allclose(rotary(x, positions).norm(dim=-1), rotary.scale * x.norm(dim=-1))
+
+
+def test_the_published_yarn_figures():
+    """Training length 3,072 stretched to 40,960: 13 of 64 frequencies stay, 35 are divided by the factor."""
+    rotary = Rotary(128, 1e6, YarnConfig(40_960 / 3072, 3072))
+    ratio = rotary.frequencies(torch.device("cpu"), torch.float64) / Rotary(128, 1e6).frequencies(
+        torch.device("cpu"), torch.float64
+    )
+    assert int((ratio == 1).sum()) == 13 and int(torch.isclose(ratio, ratio.new_tensor(3072 / 40_960)).sum()) == 35
+    assert rotary.scale == pytest.approx(1.2590, abs=1e-4)
+    with pytest.raises(ValueError, match="yarn needs a factor and a training length of at least 1"):
+        Rotary(8, 1e4, YarnConfig(0.5, 128))

@@ -16,13 +16,17 @@ from safetensors.torch import load, save
 from lilicorr import decode, evaluate
 from lilicorr.acceptance import Answer
 from lilicorr.checkpoint import save_draft_model
-from lilicorr.config import DrafterConfig, EvaluateConfig, SystemConfig, TargetConfig, from_dict
+from lilicorr.config import DrafterConfig, EvaluateConfig, PipelineConfig, SystemConfig, TargetConfig, from_dict
 from lilicorr.decode import SamplingParams
 from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
 from lilicorr.evaluate import AUTOREGRESSIVE, Prompt, SetRunner, System, print_table, run_sets
-from lilicorr.target import Target
+from lilicorr.prompts import Conversation, write_conversations
+from lilicorr.provenance import write_json
+from lilicorr.target import Target, default_layer_ids, load_target
 from lilicorr.tiny import byte_tokenizer
+from pipelines import evaluate as stage
+from pipelines.prepare import describe_target
 
 HEAD_CONFIG = {"hidden_size": 16, "num_heads": 2, "factor_dim": 8}
 CONFIG = EvaluateConfig(max_new_tokens=12, bootstrap_samples=50)
@@ -71,14 +75,20 @@ def test_results_have_every_key_and_are_json(chat_target: Target, capsys: pytest
     keys = {"num_prompts", "num_blocks", "num_tokens", "matches_autoregressive"}
     figures = {"tau", "per_slot", "tokens_per_s", "speedup", "oracle_prefix", "selected_prefix", "top1_prefix"}
     keys |= figures | {f"{name}_ci95" for name in figures}
+    keys |= {"drafted_width", "drafted_per_block"}
     gains = {"tau_gain_over_dflash", "tau_gain_over_dflash_percent"}
     gains |= {f"{name}_ci95" for name in gains}
     assert list(results["systems"]) == [AUTOREGRESSIVE, "dflash", "lilicorr"]
     for system, by_set in results["systems"].items():
         for name, values in by_set.items():
-            assert values.keys() == (keys | gains if system == "lilicorr" else keys), (system, name)
+            expected = keys | (set() if system == AUTOREGRESSIVE else {"tau_gain_over"})
+            assert values.keys() == (expected | gains if system == "lilicorr" else expected), (system, name)
             assert values["matches_autoregressive"] == values["num_prompts"] == (2 if name == "held_out" else 1)
     plain, ours = (results["systems"][system]["held_out"] for system in (AUTOREGRESSIVE, "lilicorr"))
+    over = ours["tau_gain_over"]
+    assert over.keys() == {"dflash"} and over["dflash"]["gain"] == ours["tau_gain_over_dflash"]
+    assert over["dflash"]["ci95"] == ours["tau_gain_over_dflash_ci95"]
+    assert (plain["drafted_width"], ours["drafted_width"], ours["drafted_per_block"]) == (0, 3, 3.0)
     assert plain["tau"] == 1.0 and plain["speedup"] == 1.0 and plain["oracle_prefix"] is None
     assert len(ours["per_slot"]) == 3 and ours["num_tokens"] == plain["num_tokens"]
     assert ours["oracle_prefix"] >= max(ours["selected_prefix"], ours["top1_prefix"])
@@ -87,7 +97,18 @@ def test_results_have_every_key_and_are_json(chat_target: Target, capsys: pytest
 
     print_table(results)
     printed = capsys.readouterr().out
-    assert "lilicorr" in printed and f"{ours['tau']:.2f}" in printed
+    assert "lilicorr (3)" in printed and f"{ours['tau']:.2f}" in printed
+
+
+def test_figures_by_category(chat_target: Target):
+    prompts = [dataclasses.replace(ask(str(i), f"say {i}"), category="ab"[i % 2]) for i in range(3)]
+    prompts.append(dataclasses.replace(ask("long", "x" * 600), category="b"))  # dropped: counts in no category
+    results = run(chat_target, {"chat": prompts, "plain": [ask("p", "one")]})
+    cell = results["systems"]["lilicorr"]["chat"]
+    assert {name: kind["num_prompts"] for name, kind in cell["by_category"].items()} == {"a": 2, "b": 1}
+    assert "by_category" not in results["systems"]["lilicorr"]["plain"]
+    alone = run(chat_target, {"chat": prompts[1:2]})["systems"]["lilicorr"]["chat"]
+    assert cell["by_category"]["b"]["tau"] == alone["tau"] == alone["by_category"]["b"]["tau"]
 
 
 def test_turns_are_decoded_in_order_with_the_targets_own_reply_as_history(chat_target: Target):
@@ -229,14 +250,9 @@ def test_recorded_blocks_add_up_to_the_answer(chat_target: Target):
     assert sums["selected_prefix"] == sums["accepted"].sum() == sums["top1_prefix"]
 
 
-def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from lilicorr.config import PipelineConfig
-    from lilicorr.prompts import Conversation, write_conversations
-    from lilicorr.provenance import write_json
-    from lilicorr.target import default_layer_ids, load_target
-    from pipelines import evaluate as stage
-    from pipelines.prepare import describe_target
-
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
+    """A run directory behind training: one LiLiCorr checkpoint of a random target, three held-out prompts."""
     monkeypatch.setenv("LILICORR_CACHE", str(tmp_path / "cache"))
     config = from_dict(
         PipelineConfig,
@@ -254,6 +270,7 @@ def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.Mo
                     "autoregressive": {},
                     "lilicorr": {"run": "ours"},
                     "same drafter": {"run": "ours", "head": "argmax"},
+                    "drawn": {"run": "ours", "head_config": {"contract": "sampled"}, "sampled_only": True},
                 },
             },
         },
@@ -264,7 +281,11 @@ def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.Mo
     write_conversations(config.directory / "prepare" / "held_out.parquet", asked)
     target = load_target(config.target, layer_ids=default_layer_ids(description["num_layers"], 1))
     save_draft_model(config.directory / "train" / "ours" / "final", draft_model(target), {})
+    return config
 
+
+def test_the_stage_evaluates_trained_runs(trained: PipelineConfig, monkeypatch: pytest.MonkeyPatch):
+    config = trained
     summary = stage.run(config)
     results = json.loads((config.directory / "evaluate" / "results.json").read_text())
     assert results.keys() == {"systems", "sets", "provenance"}
@@ -273,6 +294,7 @@ def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert results["sets"]["held_out"]["data"]["prompts"] == 3  # max_prompts limits benchmarks only
     assert summary["tau"]["lilicorr"]["held_out"] == results["systems"]["lilicorr"]["held_out"]["tau"]
     assert (config.directory / "evaluate" / "tau.png").is_file()
+    assert not (config.directory / "evaluate" / "sampled.json").exists()
     monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
     assert stage.run(config) == summary
     wider = dataclasses.replace(config, target=dataclasses.replace(config.target, dtype="float64"))
@@ -292,6 +314,29 @@ def test_the_stage_evaluates_trained_runs(tmp_path: Path, monkeypatch: pytest.Mo
     weights.write_bytes(whole)
     assert stage.run(config) == summary  # what was measured before still counts
 
+
+def test_the_stage_decodes_again_for_every_seed(trained: PipelineConfig, monkeypatch: pytest.MonkeyPatch):
+    config, summary = trained, stage.run(trained)
+    seeded = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, sampled_seeds=(1, 2)))
+    assert stage.run(seeded)["tau"] == summary["tau"]
+    spread = json.loads((config.directory / "evaluate" / "sampled.json").read_text())
+    assert spread["seeds"] == [1, 2] and "drawn" in spread["systems"]
+    taus = []
+    for seed in (1, 2):
+        one = json.loads((config.directory / "evaluate" / f"sampled_{seed}.json").read_text())
+        assert one["systems"]["lilicorr"]["held_out"]["matches_autoregressive"] == 3  # a point mass, so the same draws
+        assert one["provenance"]["config"]["evaluate"]["temperature"] == 1.0
+        taus.append(one["systems"]["drawn"]["held_out"]["tau"])
+    found = spread["systems"]["drawn"]["held_out"]
+    assert found["tau"] == pytest.approx(sum(taus) / 2)
+    assert found["tau_std"] == pytest.approx(abs(taus[0] - taus[1]) / 2**0.5)
+    monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
+    assert stage.run(seeded) == summary
+
+
+def test_systems_that_cannot_be(trained: PipelineConfig):
+    config = trained
+    target = load_target(config.target, layer_ids=default_layer_ids(2, 1))
     for name, system in (("other", SystemConfig()), ("autoregressive", SystemConfig(run="ours"))):
         config.evaluate.systems[name] = system
         with pytest.raises(ValueError, match=f"systems.{name}.run"):

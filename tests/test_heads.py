@@ -1,26 +1,35 @@
-"""The contract of every head, and what is particular to LiLiCorr."""
+"""What is particular to the argmax and LiLiCorr heads; what holds of every head is in test_head_contract.py."""
 
-from dataclasses import fields, replace
+import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput
+from lilicorr.blocks import IN_PLACE, BlockLabels, BlockSpec, DraftOutput
 from lilicorr.config import LiLiCorrConfig, from_dict
 from lilicorr.heads import HEADS
 from lilicorr.heads.lilicorr import LiLiCorrHead
-from lilicorr.lattice import candidates
-from lilicorr.losses import total_loss
+from lilicorr.lattice import WALKS, candidates, log_probs_at
+from lilicorr.losses import acceptance_weights, total_loss
+from lilicorr.verify import Sampling
 from test_drafter import make_shape
 
-SMALL = {"argmax": {}, "lilicorr": dict(hidden_size=16, num_heads=2, factor_dim=12, full_blocks_only=False)}
+SMALL = {
+    "argmax": {},
+    "domino": dict(gru_hidden_dim=12, emb_dim=8),
+    "dspark": dict(markov_rank=8),
+    "lilicorr": dict(hidden_size=16, num_heads=2, factor_dim=12, full_blocks_only=False),
+}
 SPEC = BlockSpec(block_size=6, num_candidates=4, mask_token_id=66, target_layer_ids=(1, 3))
 
 
 def make_head(name: str, seed: int = 0, **changes) -> torch.nn.Module:
     """A head with every parameter random, tables and biases included."""
     torch.manual_seed(seed)
-    head = HEADS[name](from_dict(HEADS[name].Config, SMALL[name] | changes), make_shape(), SPEC).double()
+    layout = HEADS[name].layouts[0]
+    spec = replace(SPEC, layout=layout, block_size=6 if layout == IN_PLACE else 5)
+    head = HEADS[name](from_dict(HEADS[name].Config, SMALL[name] | changes), make_shape(), spec).double()
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return head
@@ -40,55 +49,7 @@ def make_blocks(n: int = 7, seed: int = 1, covered: bool = True) -> tuple[DraftO
     )
     labels = draft.logits.topk(3, dim=-1).indices[..., 2] if covered else draft.logits.argmin(dim=-1)
     valid = torch.ones(n, 5, dtype=torch.bool)
-    return draft, BlockLabels(labels, valid, torch.randn(n, 5, 32, dtype=torch.float64), lm_head)
-
-
-def take_block(draft: DraftOutput, index: int) -> DraftOutput:
-    """One block of a draft."""
-    shared = {"embed": draft.embed, "vocab_ids": draft.vocab_ids}
-    own = {f.name: getattr(draft, f.name)[index : index + 1] for f in fields(draft) if f.name not in shared}
-    return DraftOutput(**own, **shared)
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_contract_shapes_and_finite_losses(name):
-    head, (draft, labels) = make_head(name), make_blocks()
-    proposal = head.propose(draft)
-    assert proposal.token_ids.shape == (7, 5) and proposal.token_ids.dtype == torch.long
-    terms = head.loss(draft, labels, progress=0.5)
-    assert torch.isfinite(total_loss(terms))
-    assert terms["drafter_ce"].weight == 1.0
-    assert {n for n, t in terms.items() if t.weight and t.sum.requires_grad is False} <= {"drafter_ce"}
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_contract_gradients_reach_the_drafter(name):
-    head, (draft, labels) = make_head(name), make_blocks()
-    hidden = draft.hidden.clone().requires_grad_()
-    context = draft.anchor_context.clone().requires_grad_()
-    draft = DraftOutput(draft.anchor_ids, hidden, hidden @ labels.lm_head.T, context, draft.anchor_valid, draft.embed)
-    terms = head.loss(draft, labels, 1.0)
-    total_loss(terms).backward()
-    assert (hidden.grad.abs().amax(dim=-1) > 0).all()
-    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in head.parameters())
-    assert (context.grad is not None) == any(True for _ in head.parameters())
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_contract_nothing_is_supervised_without_labels(name):
-    head, (draft, labels) = make_head(name), make_blocks()
-    empty = BlockLabels(labels.token_ids, torch.zeros_like(labels.valid), labels.target_hidden, labels.lm_head)
-    terms = head.loss(draft, empty, 1.0)
-    assert all(float(t.sum.detach()) == float(t.count) == 0.0 for n, t in terms.items() if n != "score_spread")
-    assert float(total_loss(terms).detach()) == 0.0
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_contract_proposals_do_not_depend_on_the_batch(name):
-    head, (draft, _) = make_head(name), make_blocks()
-    whole = head.propose(draft).token_ids
-    for i in range(7):
-        assert torch.equal(head.propose(take_block(draft, i)).token_ids, whole[i : i + 1])
+    return draft, BlockLabels(labels.contiguous(), valid, torch.randn(n, 5, 32, dtype=torch.float64), lm_head)
 
 
 def test_argmax_head_is_the_argmax():
@@ -185,11 +146,50 @@ def test_margin_and_ramp_keep_the_total_weight():
 
 def test_the_exact_walk_is_a_setting_of_the_same_parameters():
     draft, _ = make_blocks(n=64)
-    greedy, exact = make_head("lilicorr"), make_head("lilicorr", walk="exact")
-    assert all(torch.equal(a, b) for a, b in zip(greedy.parameters(), exact.parameters()))
-    assert (greedy.propose(draft).token_ids != exact.propose(draft).token_ids).any()
-    with pytest.raises(ValueError, match="walk must be one of greedy, exact"):
+    heads = [make_head("lilicorr", walk=walk) for walk in WALKS]
+    for head in heads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(heads[0].parameters(), head.parameters()))
+    proposed = [head.propose(draft).token_ids for head in heads]
+    for one, other in itertools.combinations(proposed, 2):
+        assert (one != other).any()
+    with pytest.raises(ValueError, match="walk must be one of greedy, exact, lookahead, got 'viterbi'"):
         make_head("lilicorr", walk="viterbi")
+    with pytest.raises(ValueError, match="contract must be one of deterministic, sampled, got 'random'"):
+        make_head("lilicorr", contract="random")
+    with pytest.raises(ValueError, match="sampled contract draws along the greedy walk, got walk 'exact'"):
+        make_head("lilicorr", contract="sampled", walk="exact")
+
+
+def test_the_sampled_walk_says_which_law_it_drew_from():
+    """Section 4.7 of the public servers: K-sparse, the softmax of the scores along the walked path at the row's T."""
+    draft, _ = make_blocks(n=40)
+    head = make_head("lilicorr", contract="sampled")
+    temperature = torch.tensor([0.0, 0.5, 1.0, 2.0]).repeat(10).double()
+    sampling = Sampling(temperature, *(torch.full((40,), v) for v in (0, 1.0, 3, 8)))
+    proposal, lattice = head.propose(draft, sampling), candidates(draft, 4)
+    anchor, pairs = head.scores(draft, lattice)
+    assert torch.equal(proposal.support_ids, lattice.token_ids) and proposal.probs.shape == (40, 5, 4)
+    ranks = (lattice.token_ids == proposal.token_ids[..., None]).int().argmax(-1)
+    for block in range(40):
+        scores = torch.cat([anchor[block, None], pairs[block, range(4), ranks[block, :-1]]])
+        warm = float(temperature[block])
+        expected = (scores / warm).softmax(-1) if warm else torch.nn.functional.one_hot(scores.argmax(-1), 4).double()
+        assert torch.allclose(proposal.probs[block], expected)
+    greedy = make_head("lilicorr").propose(draft).token_ids
+    assert torch.equal(proposal.token_ids[::4], greedy[::4]) and (proposal.token_ids != greedy).any()
+    assert head.propose(draft).probs is None and torch.equal(head.propose(draft).token_ids, greedy)
+
+
+def test_dpace_weights_replace_the_decay_in_the_drafters_loss():
+    draft, labels = make_blocks()
+    for name in ("argmax", "lilicorr"):
+        plain, weighted = (make_head(name, **c).loss(draft, labels, 1.0) for c in ({}, {"dpace_alpha": 0.5}))
+        assert plain["drafter_ce"].count != weighted["drafter_ce"].count
+        changed = {n for n in plain if float(plain[n].sum.detach()) != float(weighted[n].sum.detach())}
+        assert changed == {"drafter_ce"}
+    log_probs = log_probs_at(draft.logits, labels.token_ids[..., None])[..., 0]
+    expected = acceptance_weights(log_probs, labels.valid, 0.5)
+    assert float(weighted["drafter_ce"].sum) == pytest.approx(-float((expected * log_probs).sum()))
 
 
 def test_smallest_shapes():

@@ -1,12 +1,14 @@
 """The lattice: candidates and features, the oracle prefix, and the walks against brute force."""
 
 import itertools
+import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from lilicorr.blocks import BlockLabels, DraftOutput, prefix_length
-from lilicorr.lattice import candidates, exact_walk, greedy_walk, oracle_prefix
+from lilicorr.lattice import WALKS, candidates, exact_walk, greedy_walk, lookahead_walk, oracle_prefix
 
 
 def make_draft(logits: torch.Tensor, vocab_ids: torch.Tensor | None = None) -> DraftOutput:
@@ -107,4 +109,38 @@ def test_walks_against_brute_force():
 
 def test_walks_of_a_single_slot():
     anchor, pairs = torch.tensor([[0.0, 2.0, 1.0]]), torch.zeros(1, 0, 3, 3)
-    assert greedy_walk(anchor, pairs).tolist() == exact_walk(anchor, pairs).tolist() == [[1]]
+    assert [walk(anchor, pairs).tolist() for walk in WALKS.values()] == 3 * [[[1]]]
+
+
+def expected_length(anchor: torch.Tensor, pairs: torch.Tensor, path: Sequence[int]) -> float:
+    """The sum over slots of the probability that everything up to the slot is accepted."""
+    laws = [anchor.softmax(-1), *(pairs[slot, path[slot]].softmax(-1) for slot in range(len(path) - 1))]
+    return sum(math.prod(float(law[rank]) for law, rank in zip(laws[:end], path)) for end in range(1, len(path) + 1))
+
+
+@pytest.mark.parametrize("sharpness", [0.3, 2.0, 8.0])
+@pytest.mark.parametrize(("slots", "k"), [(1, 3), (2, 1), (2, 4), (3, 3), (4, 4), (5, 3), (6, 2)])
+def test_lookahead_is_the_maximiser_of_the_expected_accepted_length(slots: int, k: int, sharpness: float):
+    generator = torch.Generator().manual_seed(100 * slots + k)
+    anchor = sharpness * torch.randn(12, k, generator=generator, dtype=torch.float64)
+    pairs = sharpness * torch.randn(12, slots - 1, k, k, generator=generator, dtype=torch.float64)
+    walked = {name: walk(anchor, pairs).tolist() for name, walk in WALKS.items()}
+    for block in range(12):
+        lengths = {
+            p: expected_length(anchor[block], pairs[block], p) for p in itertools.product(range(k), repeat=slots)
+        }
+        best = max(lengths.values())
+        assert lengths[tuple(walked["lookahead"][block])] == pytest.approx(best, rel=1e-12)
+        assert all(lengths[tuple(path[block])] <= best * (1 + 1e-12) for path in walked.values())
+
+
+def test_lookahead_differs_from_both_walks_by_hand():
+    """A first slot a little less likely that opens a sure continuation, and a sum that follows one large score."""
+    anchor = torch.tensor([[0.55, 0.45]], dtype=torch.float64).log()
+    sure = torch.tensor([[[[0.5, 0.5], [0.99, 0.01]]]], dtype=torch.float64).log()
+    assert greedy_walk(anchor, sure).tolist()[0][0] == 0
+    assert lookahead_walk(anchor, sure).tolist() == [[1, 0]]  # 0.45 (1 + 0.99) beats 0.55 (1 + 0.5)
+    # The softmax of a row does not see a constant added to it, Eq. (12) does
+    shifted = sure + torch.tensor([[[[9.0], [0.0]]]], dtype=torch.float64)
+    assert exact_walk(anchor, shifted).tolist()[0][0] == 0
+    assert lookahead_walk(anchor, shifted).tolist() == [[1, 0]]

@@ -7,6 +7,7 @@ import torch
 
 from lilicorr.blocks import LossTerm, add_terms
 from lilicorr.losses import (
+    acceptance_weights,
     block_cross_entropy,
     diagnostic,
     distractor_penalty,
@@ -99,6 +100,22 @@ def test_penalty_is_the_target_cross_entropy_when_the_ground_truth_is_its_favour
     distractor_penalty(first, target_logits, GOLD, BOTH, 1.0).sum.backward()
     (second.softmax(-1) * -target_logits.log_softmax(-1)).sum().backward()
     assert torch.allclose(first.grad, second.grad)
+
+
+def test_acceptance_weights_by_hand():
+    """D-PACE: q = 1/2 p + 1/2; w_s is the sum over the slots from s on of the product of q up to there."""
+    log_probs = torch.tensor([[0.5, 0.0, 1.0], [1.0, 0.2, 0.6]], dtype=torch.float64).log()
+    valid = torch.tensor([[True, True, True], [True, False, True]])
+    weights = acceptance_weights(log_probs, valid, 0.5)
+    q = (0.75, 0.75 * 0.5, 0.75 * 0.5 * 1.0)
+    assert weights[0].tolist() == pytest.approx([sum(q), q[1] + q[2], q[2]])
+    assert weights[1].tolist() == [1.0, 0.0, 0.0]  # behind a slot without a label nothing is reached
+    term = block_cross_entropy(log_probs.clone().requires_grad_(), valid, 7.0, 0.5, dpace_alpha=0.5)
+    assert float(term.count) == pytest.approx(float(weights.sum())) and term.weight == 0.5
+    assert acceptance_weights(log_probs, valid, 1.0)[0].tolist() == [3.0, 2.0, 1.0]
+    assert not acceptance_weights(log_probs.requires_grad_(), valid, 0.5).requires_grad
+    with pytest.raises(ValueError, match=r"dpace_alpha must be in \[0, 1\], got 1.5"):
+        acceptance_weights(log_probs, valid, 1.5)
 
 
 def test_total_loss_is_equation_7():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from lilicorr import training
 from lilicorr.anchors import choose_anchors
 from lilicorr.blocks import TrainBatch
 from lilicorr.checkpoint import save_draft_model
-from lilicorr.config import DrafterConfig, RunConfig, TrainConfig
+from lilicorr.config import DrafterConfig, RunConfig, TrainConfig, fingerprint
 from lilicorr.corpus import Sampler, TrainingSet, build_training_set
 from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
 from lilicorr.target import Target
 from lilicorr.training import (
+    PACE,
     MetricLog,
     Trainer,
     checkpoint_folder,
@@ -300,13 +301,17 @@ def test_the_fingerprint_ignores_how_a_run_is_carried_out(tmp_path: Path) -> Non
     same = replace(CONFIG, micro_batch_size=4, num_workers=8, log_steps=1, cache_features=True)
     identity = run_fingerprint(CONFIG, RUN, training_set, "target")
     assert run_fingerprint(same, RUN, training_set, "target") == identity
+    before = {key: value for key, value in asdict(RUN).items() if not key.startswith("block_")}
+    trained = {key: value for key, value in asdict(CONFIG).items() if key not in PACE}
+    assert identity == fingerprint(trained, before, training_set.meta["content"], "target")
     others = [
+        run_fingerprint(CONFIG, replace(RUN, block_size=4), training_set, "target"),
         run_fingerprint(replace(CONFIG, head_lr=1.0), RUN, training_set, "target"),
         run_fingerprint(CONFIG, replace(RUN, steps=7), training_set, "target"),
         run_fingerprint(CONFIG, RUN, training_set, "other"),
         run_fingerprint(CONFIG, RUN, make_set(tmp_path / "other", (9, 9)), "target"),
     ]
-    assert len({identity, *others}) == 5
+    assert len({identity, *others}) == 6
 
 
 def test_checkpoints_are_found_in_order_and_pruned(tmp_path: Path) -> None:

@@ -2,6 +2,13 @@
 
 from lilicorr.heads.argmax import ArgmaxHead
 from lilicorr.heads.base import Head
+from lilicorr.heads.domino import DominoHead
+from lilicorr.heads.dspark import DSparkHead
 from lilicorr.heads.lilicorr import LiLiCorrHead
 
-HEADS: dict[str, type[Head]] = {"argmax": ArgmaxHead, "lilicorr": LiLiCorrHead}
+HEADS: dict[str, type[Head]] = {
+    "argmax": ArgmaxHead,
+    "domino": DominoHead,
+    "dspark": DSparkHead,
+    "lilicorr": LiLiCorrHead,
+}

@@ -5,21 +5,22 @@ Place in the flow: the baseline head. It has no parameters and trains the drafte
 
 from __future__ import annotations
 
-from typing import Any
-
-from lilicorr.blocks import BlockLabels, DraftOutput, LossTerm, Proposal, prefix_length
+from lilicorr.blocks import ANCHOR_FIRST, IN_PLACE, BlockLabels, DraftOutput, LossTerm, Proposal
 from lilicorr.config import ArgmaxConfig
-from lilicorr.heads.base import Head, label_index
+from lilicorr.heads.base import Head, HeadFormat, label_index, prefix_terms
 from lilicorr.lattice import log_probs_at
-from lilicorr.losses import block_cross_entropy, diagnostic
+from lilicorr.losses import block_cross_entropy
+from lilicorr.verify import Sampling
 
 
 class ArgmaxHead(Head):
     """The point mass on each slot's top choice."""
 
     Config = ArgmaxConfig
+    layouts = (IN_PLACE, ANCHOR_FIRST)
+    format = HeadFormat("DFlashDraftModel")
 
-    def propose(self, draft: DraftOutput, sampling: Any = None) -> Proposal:
+    def propose(self, draft: DraftOutput, sampling: Sampling | None = None) -> Proposal:
         """Each slot's argmax, whatever the temperature: the deterministic contract."""
         return Proposal(draft.token_ids(draft.logits.argmax(dim=-1)))
 
@@ -27,10 +28,7 @@ class ArgmaxHead(Head):
         """Eq. (6), and the mean prefix the argmax would have had accepted on blocks that have every label."""
         index, valid = label_index(draft, labels)
         log_probs = log_probs_at(draft.logits, index[..., None])[..., 0]
-        # a maximum is several times cheaper than an argmax; a tie for the top counts as a match here
-        logits = draft.logits.detach()
-        matches = valid & (logits.gather(-1, index[..., None])[..., 0] >= logits.amax(dim=-1))
-        return {
-            "drafter_ce": block_cross_entropy(log_probs, valid, self.config.decay),
-            "top1_prefix": diagnostic(prefix_length(matches), labels.valid.all(dim=-1)),
+        terms = {
+            "drafter_ce": block_cross_entropy(log_probs, valid, self.config.decay, dpace_alpha=self.config.dpace_alpha)
         }
+        return terms | prefix_terms({"top1_prefix": draft.logits}, index, valid, labels)

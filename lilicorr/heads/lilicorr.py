@@ -7,14 +7,14 @@ those of the published training code, so that checkpoints load in the public ser
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal, prefix_length
 from lilicorr.config import LiLiCorrConfig
-from lilicorr.heads.base import Head, label_index
+from lilicorr.heads.base import CONTRACTS, SAMPLED, Head, HeadFormat, check_choice, label_index, roll_out
 from lilicorr.kernels.match_walk import match_scores, match_walk
 from lilicorr.kernels.nodes import NodeBuild, NodeWeights, build_nodes, build_nodes_reference
 from lilicorr.lattice import (
@@ -33,6 +33,7 @@ from lilicorr.losses import (
     lattice_cross_entropy,
     margin_hinge,
 )
+from lilicorr.verify import Sampling
 
 if TYPE_CHECKING:
     from lilicorr.drafter import DrafterShape
@@ -78,11 +79,28 @@ class LiLiCorrHead(Head):
     """In and out vectors for every candidate, and the greedy walk over their cosines."""
 
     Config = LiLiCorrConfig
+    format = HeadFormat(
+        "LiLiCorrDraftModel",
+        prefix="lilicorr.",
+        tensors=("lilicorr.",),
+        config_fields={
+            "lilicorr_hidden_size": "hidden_size",
+            "lilicorr_num_layers": "num_layers",
+            "lilicorr_num_heads": "num_heads",
+            "lilicorr_mlp_ratio": "mlp_ratio",
+            "lilicorr_factor_dim": "factor_dim",
+            "lilicorr_vector_eps": "vector_eps",
+            "lilicorr_logit_scale": "logit_scale",
+        },
+        candidates_field="lilicorr_candidate_topk",
+    )
 
     def __init__(self, config: LiLiCorrConfig, shape: DrafterShape, spec: BlockSpec) -> None:
         super().__init__(config, shape, spec)
-        if config.walk not in WALKS:
-            raise ValueError(f"walk must be one of {', '.join(WALKS)}, got {config.walk!r}")
+        check_choice("walk", config.walk, WALKS)
+        check_choice("contract", config.contract, CONTRACTS)
+        if config.contract == SAMPLED and config.walk != "greedy":
+            raise ValueError(f"the sampled contract draws along the greedy walk, got walk {config.walk!r}")
         width, outer, slots = config.hidden_size or shape.hidden_size, shape.hidden_size, spec.num_slots
         if width % config.num_heads:
             raise ValueError(f"the head's width {width} is not a multiple of its {config.num_heads} attention heads")
@@ -122,9 +140,22 @@ class LiLiCorrHead(Head):
             projected = nn.functional.linear(embed.to(self.token_proj.weight.dtype), self.token_proj.weight)
             self.token_proj.weight.mul_(self.config.token_scale / projected.square().mean().sqrt())
 
-    def propose(self, draft: DraftOutput, sampling: Any = None) -> Proposal:
-        """The walk's tokens, whatever the temperature: the deterministic contract of section 4.1."""
+    def propose(self, draft: DraftOutput, sampling: Sampling | None = None) -> Proposal:
+        """The walk's tokens, whatever the temperature: the deterministic contract of section 4.1.
+
+        In the sampled contract every step of the walk is a draw from the softmax over the K continuations, which
+        are all the proposal's law holds.
+        """
         lattice = candidates(draft, self.spec.num_candidates)
+        if self.config.contract == SAMPLED:
+            anchor_scores, pair_scores = self.scores(draft, lattice)
+            blocks = torch.arange(len(anchor_scores), device=anchor_scores.device)
+
+            def step(slot: int, rank: Tensor | None, _token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+                scores = anchor_scores if rank is None else pair_scores[blocks, slot - 1, rank]
+                return scores, lattice.token_ids[:, slot]
+
+            return roll_out(step, draft, SAMPLED, sampling)
         vectors = self._vectors(draft, lattice, build_nodes)
         ranks, _ = match_walk(*vectors, self.config.logit_scale, self.config.vector_eps, self.config.walk)
         return Proposal(lattice.token_ids.gather(-1, ranks[..., None])[..., 0])
@@ -191,7 +222,7 @@ class LiLiCorrHead(Head):
         ramp = min(1.0, progress / config.ramp_fraction) if config.ramp_fraction else 1.0
         weight = ramp * config.head_weight
         terms = {
-            "drafter_ce": block_cross_entropy(log_probs[..., 0], valid, config.decay),
+            "drafter_ce": block_cross_entropy(log_probs[..., 0], valid, config.decay, dpace_alpha=config.dpace_alpha),
             "head_ce": lattice_cross_entropy(scores, gold_rank, chosen, weight * (1 - config.margin_blend)),
             "distractor": distractor_penalty(
                 scores, target_logits, gold_rank, chosen, weight * config.distractor_weight

@@ -21,7 +21,7 @@ import pytest
 import yaml
 from models import RAY_VARIABLES, ROOT, free_port, save_random_checkpoint
 
-from lilicorr.config import DeployConfig, PipelineConfig, TargetConfig
+from lilicorr.config import DeployConfig, PipelineConfig, TargetConfig, YarnConfig, from_dict
 from lilicorr.tiny import tiny_target_folder
 from pipelines import deploy, local
 from pipelines.deploy import Dashboard, run
@@ -126,6 +126,16 @@ def config(tmp_path: Path) -> PipelineConfig:
     final.mkdir(parents=True)
     (final / "config.json").write_text("{}")
     return config
+
+
+def test_the_profiles_yarn_reaches_the_replica_and_is_a_new_version(config: PipelineConfig, tmp_path: Path) -> None:
+    final = config.directory / "train" / "lilicorr" / "final"
+    plain = deploy.build_application(config, final, tmp_path)["args"]
+    yarn = YarnConfig(factor=4.0, original_max_position_embeddings=128)
+    stretched = replace(config, deploy=replace(config.deploy, yarn=yarn))
+    args = deploy.build_application(stretched, final, tmp_path)["args"]
+    assert plain["yarn"] is None and from_dict(YarnConfig, args["yarn"]) == yarn
+    assert plain["version"] != args["version"]
 
 
 def endpoint_of(config: PipelineConfig) -> dict[str, Any]:

@@ -1,0 +1,110 @@
+"""The fields of a draft model's `config.json`, read strictly.
+
+Place in the flow: `checkpoint` reads every field of a checkpoint through `Fields`; whatever is missing, of the
+wrong type or contradicts itself is an error that names the file and the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from lilicorr.config import YarnConfig, from_dict
+
+
+class Fields:
+    """The fields of a config.json; what is missing or contradicts itself is an error that names it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise ValueError(f"{path.parent} is not a draft model: {path.name} is missing")
+        try:
+            self.top: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        self.block: dict[str, Any] = self.top.get("dflash_config") or {}
+
+    def get(self, name: str, kind: type = int) -> Any:
+        """A field of `dflash_config`, else of the top level."""
+        places = [place[name] for place in (self.block, self.top) if place.get(name) is not None]
+        if not places:
+            raise ValueError(f"{self.path}: field {name} is missing")
+        if any(value != places[0] for value in places):
+            raise ValueError(f"{self.path}: field {name} is {places[0]!r} in dflash_config and {places[1]!r} outside")
+        allowed = (int, float) if kind is float else kind
+        if not isinstance(places[0], allowed) or isinstance(places[0], bool) != (kind is bool):
+            raise ValueError(f"{self.path}: field {name} must be {kind.__name__}, got {places[0]!r}")
+        return places[0]
+
+    def has(self, name: str) -> bool:
+        """Whether the field stands anywhere."""
+        return any(place.get(name) is not None for place in (self.block, self.top))
+
+    def expect(self, name: str, value: Any, owner: str) -> None:
+        """Refuse a field that differs from what `owner` says."""
+        if self.get(name, type(value)) != value:
+            raise ValueError(f"{self.path}: {name} is {self.get(name, type(value))}, {owner} {value}")
+
+    def refuse(self, name: str, *harmless: Any) -> None:
+        """Refuse a field whose value would need code that is not here."""
+        for place in (self.block, self.top):
+            if place.get(name) not in (None, *harmless):
+                raise ValueError(f"{self.path}: {name} = {place[name]!r} is not supported")
+
+
+def rope_fields(theta: float, yarn: YarnConfig | None) -> dict[str, Any]:
+    """RoPE in the old and the new schema: servers read either, and silently do without where theirs is missing."""
+    if yarn is None:
+        return {
+            "rope_theta": theta,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        }
+    scaling = {key: value for key, value in dataclasses.asdict(yarn).items() if value is not None}
+    return {
+        "rope_theta": theta,
+        "rope_scaling": {"type": "yarn", "rope_type": "yarn", **scaling},
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": theta, **scaling},
+    }
+
+
+def read_rope(config: Fields, target_theta: float) -> tuple[float, YarnConfig | None]:
+    """RoPE base and YaRN of either schema; what stands in both must agree, and the base be the target's."""
+    parameters, scaling = config.top.get("rope_parameters") or {}, config.top.get("rope_scaling") or {}
+    bases = {place.get("rope_theta") for place in (parameters, config.top)} - {None}
+    if not bases:
+        raise ValueError(f"{config.path}: field rope_theta is missing")
+    if bases != {target_theta}:
+        values = " and ".join(str(value) for value in sorted(bases))
+        raise ValueError(f"{config.path}: rope_theta is {values}, the target's is {target_theta}")
+    yarns = [
+        _yarn(config, name, values) for name, values in (("rope_parameters", parameters), ("rope_scaling", scaling))
+    ]
+    stated = [yarn for yarn in yarns if yarn is not None]
+    if parameters and scaling and yarns[0] != yarns[1]:
+        raise ValueError(f"{config.path}: rope_parameters say {yarns[0]}, rope_scaling says {yarns[1]}")
+    return float(target_theta), stated[0] if stated else None
+
+
+def _yarn(config: Fields, name: str, values: dict[str, Any]) -> YarnConfig | None:
+    """YaRN of one schema, None for plain RoPE; mscale == mscale_all_dim means no temperature, as in transformers."""
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "yarn":
+        raise ValueError(f"{config.path}: {name}.rope_type = {kind!r} is not supported")
+    rest = {key: value for key, value in values.items() if key not in ("rope_type", "type", "rope_theta")}
+    scales = [rest.pop(key, None) for key in ("mscale", "mscale_all_dim")]
+    if scales != [None, None]:
+        if scales[0] != scales[1]:
+            raise ValueError(
+                f"{config.path}: {name}.mscale = {scales[0]!r} with mscale_all_dim = {scales[1]!r} is not supported"
+            )
+        rest.setdefault("attention_factor", 1.0)
+    for key in ("factor", "original_max_position_embeddings"):
+        if key not in rest:
+            raise ValueError(f"{config.path}: field {name}.{key} is missing")
+    return from_dict(YarnConfig, rest, f"{config.path}: {name}.")
