@@ -13,6 +13,10 @@ Randomness is a function of (seed, absolute position, purpose) and of nothing el
 same numbers alone, in a batch and after a restart. A point-mass proposal therefore leaves even the sampled
 output equal to the autoregressive one, token for token.
 
+The target's token is drawn by noise on logarithms, not by inverting a distribution function: rounding then moves
+a draw only where two tokens are as good as tied, and one pass over the logits is enough on a device
+(`kernels.accept` draws the same tokens without ever holding a law over the vocabulary).
+
 Paper: sections 3.1 (verification) and 4 (temperature 1).
 """
 
@@ -24,12 +28,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lilicorr.blocks import Proposal, Verdict, prefix_length
+from lilicorr.blocks import Proposal, Verdict, prefix_length, wide
 
 # Purposes of a draw; each position has one independent uniform per purpose.
 TARGET_DRAW, ACCEPT_TEST, PROPOSAL_DRAW = 0, 1, 2
 
 MIN_RESIDUAL = 1e-8  # below this mass (p - q)+ is rounding noise
+DRAW_TILE = 1024  # neighbouring ids that `draw_by_noise` first draws together
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
@@ -78,10 +83,14 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
     Counter-based: three rounds of the SplitMix64 finaliser (Steele, Lea and Flood 2014), one for each
     part of the key, in int64 arithmetic that wraps; the upper 53 bits are the uniform.
     """
+    return _shift_right(_key(seeds, positions, purpose), 11).double() * 2.0**-53
+
+
+def _key(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    """64 random bits of each (seed, position) for a purpose."""
     bits = _mix(seeds + _GOLDEN)
     bits = _mix((bits ^ positions) + _GOLDEN)
-    bits = _mix((bits ^ purpose) + _GOLDEN)
-    return _shift_right(bits, 11).double() * 2.0**-53
+    return _mix((bits ^ purpose) + _GOLDEN)
 
 
 def _mix(bits: Tensor) -> Tensor:
@@ -103,31 +112,70 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     return ids.clamp_max(probs.shape[-1] - 1)
 
 
+def draw_by_noise(weights: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Draw the target's ids: weights [..., V] (any positive mass), int64 seeds and positions [...] -> int64 [...].
+
+    The largest log(weight) + g, with g = -log(-log(u)) of one uniform per choice, falls on a choice with probability
+    proportional to its weight (the Gumbel-max rule). A tile of `DRAW_TILE` neighbouring ids is drawn so by its mass,
+    then an id of that tile, in fp64; tile t takes the noise of -1 - t, id v that of v.
+    """
+    key = _key(seeds, positions, TARGET_DRAW)[..., None]
+    width = min(DRAW_TILE, weights.shape[-1])
+    tiles = torch.nn.functional.pad(weights.double(), (0, -weights.shape[-1] % width)).unflatten(-1, (-1, width))
+    numbers = torch.arange(tiles.shape[-2], device=weights.device)
+    tile = (tiles.sum(-1).log() + _noise(key, -1 - numbers)).argmax(-1, keepdim=True)
+    inside = tiles.gather(-2, tile[..., None].expand(*tile.shape, width)).squeeze(-2)
+    ids = tile * width + torch.arange(width, device=weights.device)
+    return ids.gather(-1, (inside.log() + _noise(key, ids)).argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def _noise(keys: Tensor, numbers: Tensor) -> Tensor:
+    """A standard Gumbel variable in fp64 for every number under a key; both broadcast."""
+    bits = _mix((keys ^ numbers) + _GOLDEN)
+    u = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52  # never 0 nor 1
+    return -(-u.log()).log()
+
+
 def target_probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The law of the target's token: logits [N, Q, V] -> probabilities [N, Q, V] in the logits' type.
+    """The law of the target's token: logits [N, Q, V] -> probabilities [N, Q, V], at least fp32.
 
     Temperature, then top-k, then top-p of what top-k left; ties keep the lowest ids. A row of
     temperature 0 is the one-hot of its argmax.
     """
+    logits = wide(logits)
     temperature = sampling.temperature[:, None, None].to(logits.dtype)
-    # Shifting by the maximum first keeps a tiny temperature from overflowing to inf - inf.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)
+    scaled = _scaled(logits, sampling)
     if sampling.any_filtered:
-        scaled = scaled.masked_fill(~_kept(scaled, sampling), -math.inf)
+        last = last_kept(logits, sampling)[..., None]
+        bound, ids = logits.gather(-1, last), torch.arange(logits.shape[-1], device=logits.device)
+        kept = (logits > bound) | ((logits == bound) & (ids <= last))
+        scaled = scaled.masked_fill(~kept, -math.inf)
     one_hot = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.where(temperature > 0, scaled.softmax(-1), one_hot)
 
 
-def _kept(scaled: Tensor, sampling: Sampling) -> Tensor:
-    """Which tokens top-k and top-p leave: [N, Q, V] -> bool [N, Q, V]."""
+def _scaled(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits [N, Q, V] over the temperature, those of greedy rows as they are; 0 at the largest."""
+    temperature = sampling.temperature[:, None, None].to(logits.dtype)
+    # Shifting by the maximum first keeps a tiny temperature from overflowing to inf - inf.
+    return (logits - logits.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)
+
+
+def last_kept(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The last id that top-k and top-p leave: logits [N, Q, V] -> int64 [N, Q].
+
+    "Last" is by descending logit, equal ones by ascending id: what is left is a beginning of that order.
+    """
+    logits = wide(logits)
     top_k, top_p = sampling.top_k[:, None, None], sampling.top_p[:, None, None].double()
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scaled.shape[-1], device=scaled.device)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    rank = torch.arange(logits.shape[-1], device=logits.device)
     within_k = (rank < top_k) | (top_k == 0)
-    probs = ordered.double().masked_fill(~within_k, -math.inf).softmax(-1)
+    ordered = _scaled(logits, sampling).gather(-1, order).double()
+    probs = ordered.masked_fill(~within_k, -math.inf).softmax(-1)
     mass_before = probs.cumsum(-1) - probs
     kept = within_k & ((mass_before < top_p) | (top_p >= 1) | (rank == 0))
-    return torch.zeros_like(kept).scatter_(-1, order, kept)
+    return order.gather(-1, prefix_length(kept)[..., None] - 1)[..., 0]
 
 
 def verify(proposal: Proposal, target_logits: Tensor, sampling: Sampling) -> Verdict:
@@ -150,7 +198,7 @@ def _verify_point_mass(
 ) -> Verdict:
     """The target's own token at each position; leading matches are accepted."""
     if sampling.any_sampled:
-        own = draw(target_probs(target_logits, sampling), uniform(seeds, positions, TARGET_DRAW))
+        own = draw_by_noise(target_probs(target_logits, sampling), seeds, positions)
     else:
         own = target_logits.argmax(-1)
     num_accepted = prefix_length(own[:, :-1] == proposal.token_ids)
@@ -180,4 +228,4 @@ def _verify_drawn(
     else:
         residual = p_next.scatter_add(1, support_ids.gather(1, slot)[:, 0], -q_next).clamp_min(0)
     law = torch.where(residual.sum(-1, keepdim=True) < MIN_RESIDUAL, p_next, residual)
-    return Verdict(num_accepted, draw(law, uniform(seeds, positions, TARGET_DRAW).gather(1, at)[:, 0]))
+    return Verdict(num_accepted, draw_by_noise(law[:, None], seeds.gather(1, at), positions.gather(1, at))[:, 0])

@@ -12,11 +12,13 @@ from torch import Tensor
 from lilicorr.blocks import Proposal
 from lilicorr.verify import (
     ACCEPT_TEST,
+    DRAW_TILE,
     PROPOSAL_DRAW,
     TARGET_DRAW,
     Sampling,
     check_sampling,
     draw,
+    draw_by_noise,
     target_probs,
     uniform,
     verify,
@@ -219,6 +221,9 @@ def test_target_probs_filters():
     assert law(top_k=3, top_p=0.8) == normalised(0.4, 0.3, 0, 0, 0)  # 0.7 of 0.85 left by top-k is already 0.82
     tail = target_probs(torch.tensor([[[0.0, -50.0]]], dtype=torch.float64), sampled(1))[0, 0, 1]
     assert float(tail) / math.exp(-50) == pytest.approx(1.0)  # top_p = 1 drops nothing, though the sum is 1 before it
+    # so close that a division by the temperature makes them equal: the larger logit still goes first
+    close = torch.tensor([[[1.0, 1.0 + 2.0**-23, 3.0]]])
+    assert target_probs(close, sampled(1, temperature=1e7, top_k=2))[0, 0].nonzero().flatten().tolist() == [1, 2]
     tied = target_probs(torch.zeros(1, 1, 6), sampled(1, top_k=2))[0, 0]
     assert tied.tolist() == [0.5, 0.5, 0, 0, 0, 0]
 
@@ -228,6 +233,31 @@ def test_draw_inverts_the_distribution_function():
     u = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2.0**-53], dtype=torch.float64)
     assert draw(probs.expand(6, -1), u).tolist() == [1, 1, 3, 3, 4, 4]
     assert draw(3.0 * probs.expand(6, -1), u).tolist() == [1, 1, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("vocab", [3, 1000, 3 * DRAW_TILE - 5])
+def test_draws_by_noise_have_the_law(vocab: int):
+    """Weights of any scale, in one tile and in several; tokens without weight are never drawn."""
+    weights = torch.zeros(vocab)
+    places = torch.tensor([0, 1, vocab - 1]) if vocab == 3 else torch.tensor([0, 5, vocab // 2, vocab - 3, vocab - 1])
+    weights[places] = torch.tensor([4.0, 1.0, 2.0, 0.5, 0.25])[: len(places)]
+    num_draws = 300_000 if vocab == 3 else 20_000
+    positions = torch.arange(num_draws).view(-1, 500)
+    ids = torch.cat([draw_by_noise(weights.expand(500, -1), torch.full_like(row, 3), row) for row in positions])
+    counts = torch.bincount(ids, minlength=vocab)[places].double()
+    assert int(counts.sum()) == num_draws
+    expected = num_draws * weights[places].double() / weights.sum()
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert chi_square < (len(places) - 1) + 5 * math.sqrt(2 * (len(places) - 1))
+
+
+def test_draws_by_noise_barely_feel_rounding():
+    logits = random_logits(500, 5000, seed=20).float()
+    numbers = torch.arange(500)
+    ids = draw_by_noise(logits.softmax(-1), numbers, numbers)
+    near = logits + 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(21))
+    assert torch.equal(ids, draw_by_noise(near.softmax(-1), numbers, numbers))
+    assert len(ids.unique()) > 400
 
 
 def test_uniforms_are_uniform_and_depend_on_every_part_of_the_key():
@@ -254,24 +284,35 @@ def test_uniforms_are_uniform_and_depend_on_every_part_of_the_key():
     assert correlation.abs().max() < 0.01
 
 
-def test_uniform_is_a_fixed_function_of_its_key():
-    """The values pin the hash down, computed here with Python's unbounded integers."""
+def mix(bits: int) -> int:
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
+    return bits ^ bits >> 31
 
-    def mix(bits: int) -> int:
-        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
-        return bits ^ bits >> 31
 
-    def expected(seed: int, position: int, purpose: int) -> float:
-        bits = 0
-        for part in (seed, position, purpose):
-            bits = mix(((bits ^ part % 2**64) + 0x9E3779B97F4A7C15) % 2**64)
-        return (bits >> 11) / 2**53
+def hashed(*parts: int) -> int:
+    """The 64 bits of a key, with Python's unbounded integers."""
+    bits = 0
+    for part in parts:
+        bits = mix(((bits ^ part % 2**64) + 0x9E3779B97F4A7C15) % 2**64)
+    return bits
 
+
+def test_random_numbers_are_a_fixed_function_of_their_key():
     keys = [(0, 0, 0), (1, 2, 1), (-5, 40_000, 2), (2**63 - 1, 123, 0), (-(2**63), 1, 1)]
     for seed, position, purpose in keys:
         value = uniform(torch.tensor([seed]), torch.tensor([position]), purpose)
-        assert value.item() == expected(seed, position, purpose)
+        assert value.item() == (hashed(seed, position, purpose) >> 11) / 2**53
+
+    def gumbel(number: int) -> float:
+        return -math.log(-math.log(((hashed(17, -4, TARGET_DRAW, number) >> 12) + 0.5) / 2**52))
+
+    weights = [1 + index % 7 for index in range(2 * DRAW_TILE + 100)]
+    masses = [sum(weights[start : start + DRAW_TILE]) for start in range(0, len(weights), DRAW_TILE)]
+    tile = max(range(3), key=lambda t: math.log(masses[t]) + gumbel(-1 - t))
+    inside = range(len(weights))[tile * DRAW_TILE : (tile + 1) * DRAW_TILE]
+    expected = max(inside, key=lambda v: math.log(weights[v]) + gumbel(v))
+    assert draw_by_noise(torch.tensor(weights), torch.tensor(17), torch.tensor(-4)).item() == expected
 
 
 @pytest.mark.parametrize(
