@@ -56,7 +56,7 @@ ALLOWED = {
     "checkpoint": "blocks config draft_model drafter folder heads provenance target",
     # decoding
     "decode": "blocks config draft_model target verify",
-    "engine.*": "blocks config draft_model drafter engine.* kernels.* target verify",
+    "engine.*": "blocks config decode draft_model engine.* kernels.* target verify",
     # training
     "corpus": "blocks chat config folder provenance",
     "training": "anchors blocks checkpoint config corpus draft_model folder losses provenance target",

@@ -20,6 +20,8 @@ from lilicorr.engine.pages import PAGE_SIZE, PagePool, num_pages_for
 from lilicorr.engine.request import Progress
 from lilicorr.engine.row import RowState
 
+ROWS_PER_SPARE_PAGE = 4
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -75,8 +77,8 @@ class Scheduler:
             progress = self.waiting[0]
             found = self._cached_pages(progress)
             needed = num_pages_for(self.positions_needed(progress, progress.num_to_prefill, 1)) - len(found)
-            # A page to spare for every running row: a request let in too early is the first to be preempted.
-            if needed + len(self.running) > self.pool.num_free_without(found):
+            # Pages to spare for rows that grow: a request let in too early is the first to be preempted.
+            if needed + len(self.running) // ROWS_PER_SPARE_PAGE > self.pool.num_free_without(found):
                 break
             self.waiting.popleft()
             self.pool.share(found)

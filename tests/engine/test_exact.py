@@ -31,7 +31,7 @@ STOP = 10
 def mixed(request: pytest.FixtureRequest) -> tuple[Target, list[Request], dict[str, list[list[int]]]]:
     """A target, 200 requests and their autoregressive answers."""
     target, rng = toy_target(request.param), random.Random(1)
-    limits = [rng.choice([1, 2, 5, 17, 40]) for _ in range(200)]
+    limits = [rng.choice([1, 2, 3, 8, 20, 70]) for _ in range(200)]
     requests = requests_of(
         random_prompts(200), lambda i: SamplingParams(limits[i], stop_ids=(STOP,) if i % 3 else (), seed=i)
     )
@@ -45,7 +45,8 @@ def test_200_mixed_requests(mixed: tuple, head: str | None) -> None:
     expected = reference_runs(target, draft_model, requests)
     for request in requests:
         assert sum(expected[request.id], []) == sum(autoregressive[request.id], [])
-    engine, rng, aborted = toy_engine(target, draft_model, max_running=24, steps_behind=bool(head)), random.Random(7), set()
+    engine = toy_engine(target, draft_model, max_running=24, steps_behind=int(head is not None))
+    rng, aborted = random.Random(7), set()
 
     def abort_some(chunks: dict[str, list[TokenChunk]]) -> None:
         if rng.random() < 0.2:
