@@ -155,10 +155,11 @@ class Step:
 
         state.active[rows] = active & (status == RUNNING)
         state.lengths[rows] = torch.where(active, starts + num_accepted + 1, state.lengths[rows])
-        state.anchor_ids[rows] = next_ids
+        state.anchor_ids[rows] = torch.where(active, next_ids, state.anchor_ids[rows])
         state.remaining[rows] = remaining - count
         if context is not None:
-            state.anchor_context[rows] = context[torch.arange(len(rows), device=rows.device), num_accepted]
+            newest = context[torch.arange(len(rows), device=rows.device), num_accepted]
+            state.anchor_context[rows] = torch.where(active[:, None], newest, state.anchor_context[rows])
         return torch.cat([run, count[:, None], num_accepted[:, None], status[:, None]], dim=1)
 
 

@@ -33,12 +33,10 @@ def paged_attention_reference(
     """The definition of `paged_attention`."""
     num_kv_heads, page_size = k_pages.shape[1:3]
     num_queries, num_heads = queries.shape[1:3]
-    longest = int(kv_lengths.max()) if len(kv_lengths) else 0
-    if longest == 0:
-        return torch.zeros_like(queries)
-    pages = page_table[:, : -(-longest // page_size)].clamp_min(0).long()
-    keys, values = (x[pages].transpose(1, 2).flatten(2, 3)[:, :, :longest] for x in (k_pages, v_pages))
-    places = torch.arange(longest, device=queries.device)
+    # the whole table, whatever the lengths: the shapes, and with them the rounding, are the caller's choice
+    pages = page_table.clamp_min(0).long()
+    keys, values = (x[pages].transpose(1, 2).flatten(2, 3) for x in (k_pages, v_pages))
+    places = torch.arange(page_table.shape[1] * page_size, device=queries.device)
     # what was never written may be NaN, which no mask of the scores hides
     unwritten = (places >= kv_lengths[:, None])[:, None, :, None]
     keys, values = keys.masked_fill(unwritten, 0), values.masked_fill(unwritten, 0)
