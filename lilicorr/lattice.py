@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lilicorr.blocks import BlockLabels, DraftOutput, wide
+from lilicorr.kernels.topk_lse import topk_lse
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ def top_index(logits: Tensor, num_candidates: int) -> Tensor:
 
 
 def candidates(draft: DraftOutput, num_candidates: int) -> Lattice:
-    """The top `num_candidates` of every slot."""
-    index = top_index(draft.logits, num_candidates)
-    return build_lattice(draft.token_ids(index), log_probs_at(draft.logits, index))
+    """The top `num_candidates` of every slot; equal ones by ascending id."""
+    values, index, lse = topk_lse(draft.logits.flatten(0, 1), num_candidates)
+    slots = draft.logits.shape[:2]
+    return build_lattice(draft.token_ids(index.unflatten(0, slots)), (values - lse[:, None]).unflatten(0, slots))
 
 
 def build_lattice(token_ids: Tensor, log_probs: Tensor) -> Lattice:

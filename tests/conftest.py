@@ -8,12 +8,17 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from lilicorr.target import Target, default_layer_ids
+if TYPE_CHECKING:
+    from lilicorr.target import Target
+
+# Triton reads it when it is first imported, which transformers does: that is why this file imports it in functions.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).resolve().parents[1]
 RAY_ENVIRONMENT = {
@@ -41,6 +46,10 @@ def make_target(
     seed: int = 0,
 ) -> Target:
     """A random target with sharp enough logits that greedy decoding has no ties."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    from lilicorr.target import Target, default_layer_ids
+
     torch.manual_seed(seed)
     shape = dict(
         vocab_size=vocab,

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal, prefix_length, wide
+from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal, prefix_length
 from lilicorr.config import LiLiCorrConfig
 from lilicorr.heads.base import Head, label_index
+from lilicorr.kernels.match_walk import match_scores, match_walk
+from lilicorr.kernels.nodes import NodeBuild, NodeWeights, build_nodes, build_nodes_reference
 from lilicorr.lattice import (
     WALKS,
     Lattice,
@@ -110,43 +112,46 @@ class LiLiCorrHead(Head):
     def propose(self, draft: DraftOutput, sampling: Any = None) -> Proposal:
         """The walk's tokens, whatever the temperature: the deterministic contract of section 4.1."""
         lattice = candidates(draft, self.spec.num_candidates)
-        ranks = WALKS[self.config.walk](*self.scores(draft, lattice))
+        vectors = self._vectors(draft, lattice, build_nodes)
+        ranks, _ = match_walk(*vectors, self.config.logit_scale, self.config.vector_eps, self.config.walk)
         return Proposal(lattice.token_ids.gather(-1, ranks[..., None])[..., 0])
 
     def scores(self, draft: DraftOutput, lattice: Lattice) -> tuple[Tensor, Tensor]:
-        """Eq. (1): sigma times the cosine of every out vector with the in vectors of the next slot.
+        """Eq. (1): sigma times the cosine of every out vector with the in vectors of the next slot; differentiable.
 
         Returns anchor scores [N, K] and pair scores [N, S - 1, K, K] (from, to), at least fp32.
         """
+        vectors = self._vectors(draft, lattice, build_nodes_reference)
+        return match_scores(*vectors, self.config.logit_scale, self.config.vector_eps)
+
+    def _vectors(self, draft: DraftOutput, lattice: Lattice, build: NodeBuild) -> tuple[Tensor, Tensor, Tensor]:
+        """The anchor's out vector [N, E], and out and in vectors [N, S, K, E] of the candidates."""
         anchor = self.anchor_norm(self.context_proj(draft.anchor_context) * draft.anchor_valid[:, None])
-        fused = self._attend(draft, lattice)
+        fused = self._attend(draft, lattice, build)
         context = anchor[:, None, None]
         joined = torch.cat([fused, context.expand_as(fused), fused * context], dim=-1)
         units = nn.functional.silu(self.factor_input_proj(joined))
-        out, into = self._unit(self.out_head(units)), self._unit(self.in_head(units))
-        start = self._unit(self.anchor_out_head(anchor))
-        sigma = self.config.logit_scale
-        anchor_scores = sigma * torch.einsum("ne,nke->nk", start, into[:, 0])
-        pair_scores = sigma * out[:, :-1] @ into[:, 1:].transpose(-1, -2)
-        return anchor_scores, pair_scores
+        return self.anchor_out_head(anchor), self.out_head(units), self.in_head(units)
 
-    def _attend(self, draft: DraftOutput, lattice: Lattice) -> Tensor:
+    def _attend(self, draft: DraftOutput, lattice: Lattice, build: NodeBuild) -> Tensor:
         """The nodes, [N, S, K, width], after attention over the whole lattice."""
-        nodes = self._token_terms(draft.embed, lattice.token_ids) + self.pass_hidden_proj(draft.hidden)[:, :, None]
-        nodes = nodes + self.feature_mlp(lattice.features.to(draft.hidden.dtype))
-        num_slots = nodes.shape[1]
-        nodes = nodes + self.slot_embedding[0, :, :num_slots] + self.rank_embedding[0]
-        x, bias = nodes.flatten(1, 2), self._attention_bias(num_slots)
+        norm, up, _silu, down = self.feature_mlp
+        features = (norm.weight, norm.bias, norm.eps, up.weight, up.bias, down.weight, down.bias)
+        weights = NodeWeights(*features, self.slot_embedding[0, 0, :, 0], self.rank_embedding[0, 0, 0])
+        nodes = build(lattice, *self._token_table(draft.embed, lattice), self.pass_hidden_proj(draft.hidden), weights)
+        x, bias = nodes.flatten(1, 2), self._attention_bias(nodes.shape[1])
         for layer in self.layers:
             x = layer(x, bias)
         return self.output_norm(x).view_as(nodes)
 
-    def _token_terms(self, embed: Tensor, token_ids: Tensor) -> Tensor:
-        """The projected embeddings of the candidates; of the whole table first where that is the smaller product."""
+    def _token_table(self, embed: Tensor, lattice: Lattice) -> tuple[Tensor, Tensor]:
+        """Projected embeddings and the row of every candidate: of all tokens where there are fewer than candidates."""
         kind = self.rank_embedding.dtype  # the target's table may be of a narrower type than the head
+        token_ids = lattice.token_ids
         if token_ids.numel() > embed.shape[0]:
-            return nn.functional.embedding(token_ids, self.token_proj(embed.to(kind)))
-        return self.token_proj(embed[token_ids].to(kind))
+            return self.token_proj(embed.to(kind)), token_ids
+        rows = torch.arange(token_ids.numel(), device=token_ids.device).view_as(token_ids)
+        return self.token_proj(embed[token_ids.flatten()].to(kind)), rows
 
     def _attention_bias(self, num_slots: int) -> Tensor:
         """[heads, S * K, S * K]: one value per signed slot distance, one for candidates of the same slot."""
@@ -156,9 +161,6 @@ class LiLiCorrHead(Head):
         bias = bias + self.same_slot_bias[:, None, None] * (distance == 0)
         num_candidates = self.spec.num_candidates
         return bias.repeat_interleave(num_candidates, dim=1).repeat_interleave(num_candidates, dim=2)
-
-    def _unit(self, vectors: Tensor) -> Tensor:
-        return nn.functional.normalize(wide(vectors), dim=-1, eps=self.config.vector_eps)
 
     def loss(self, draft: DraftOutput, labels: BlockLabels, progress: float) -> dict[str, LossTerm]:
         """Eq. (7) with Appendix G: the drafter's loss, and on the oracle prefix the three terms of the head."""

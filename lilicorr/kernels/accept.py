@@ -44,6 +44,14 @@ def _noise(key, numbers):
 
 
 @jit
+def _first_largest(logits, tops, num_ids, WIDTH: tl.constexpr):
+    """The first of a row's largest logits, which lies in the first tile with the largest maximum."""
+    first = tl.argmax(tops, axis=0) * WIDTH
+    columns = first + tl.arange(0, WIDTH)
+    return first + tl.argmax(tl.load(logits + columns, mask=columns < num_ids, other=float("-inf")), axis=0)
+
+
+@jit
 def _tile_kernel(
     logits,
     row_stride,
@@ -126,58 +134,57 @@ def _row_kernel(
     tops = tl.load(maxima + row * num_tiles + tiles, mask=tiles < num_tiles, other=float("-inf"))
     top = tl.max(tops, axis=0)
     draft = tl.load(token_ids + slot, mask=is_slot, other=-1)
-    temperature = 0.0
     if SAMPLED:
         temperature = tl.load(temperatures + block)
-    if temperature > 0:
-        mass = tl.load(masses + row * num_tiles + tiles, mask=tiles < num_tiles, other=0.0).to(tl.float64)
-        mass *= tl.exp(((tops - top) / temperature).to(tl.float64))
-        end, bound = num_ids, float("-inf")
-        if FILTERED:
-            end = tl.load(last + row)
-            bound = tl.load(logits + end).to(tl.float32)
-        start = _under(tl.full([], 0, tl.uint64), tl.load(seeds + block))
-        start = _under(start, tl.load(positions + block) + query)
-        key = _under(start, tl.full([], TARGET_DRAW, tl.int64))
-        passes = tl.full([], 0, tl.int1)
-        if K > 0:
-            ks = tl.arange(0, K)
-            there = is_slot & (ks < num_own)
-            own_ids = tl.load(support_ids + slot * num_own + ks, mask=there, other=-1)
-            x = tl.load(logits + own_ids, mask=there, other=float("-inf")).to(tl.float32)
+        if temperature > 0:
+            mass = tl.load(masses + row * num_tiles + tiles, mask=tiles < num_tiles, other=0.0).to(tl.float64)
+            mass *= tl.exp(((tops - top) / temperature).to(tl.float64))
+            end, bound = num_ids, float("-inf")
             if FILTERED:
-                x = tl.where((x > bound) | ((x == bound) & (own_ids <= end)), x, float("-inf"))
-            own = tl.exp(((x - top) / temperature).to(tl.float64))
-            total = tl.sum(mass, axis=0) + tl.sum(own, axis=0)
-            q = tl.load(probs + slot * num_own + ks, mask=there, other=0.0).to(tl.float64)
-            u = (_under(start, tl.full([], ACCEPT_TEST, tl.int64)) >> 11).to(tl.float64) * 1.1102230246251565e-16
-            q_draft = tl.sum(tl.where(own_ids == draft, q, 0.0), axis=0)
-            passes = u * q_draft * total < tl.sum(tl.where(own_ids == draft, own, 0.0), axis=0)
-            residual = tl.maximum(own - q * total, 0.0)
-            vanishes = tl.sum(mass, axis=0) + tl.sum(residual, axis=0) < min_residual * total
-            own = tl.where(vanishes, own, residual)
-            within = (own_ids // WIDTH)[:, None] == tiles[None, :]
-            mass += tl.sum(tl.where(within & there[:, None], own[:, None], 0.0), axis=0)
-        scores = tl.log(mass) + _noise(key, -1 - tiles)
-        tile = tl.argmax(tl.where(tiles < num_tiles, scores, float("-inf")), axis=0)
-        columns = tile * WIDTH + lanes
-        x = tl.load(logits + columns, mask=columns < num_ids, other=float("-inf")).to(tl.float32)
-        if FILTERED:
-            x = tl.where((x > bound) | ((x == bound) & (columns <= end)), x, float("-inf"))
-        weights = ((x - top) / temperature).to(tl.float64)
-        if K > 0:
-            for k in tl.static_range(K):
-                own_id = tl.sum(tl.where(ks == k, own_ids, 0), axis=0)
-                weight = tl.log(tl.sum(tl.where(ks == k, own, 0.0), axis=0))
-                weights = tl.where(columns == own_id, weight, weights)
-        token = tile * WIDTH + tl.argmax(weights + _noise(key, columns), axis=0)
-        if K == 0:
+                end = tl.load(last + row)
+                bound = tl.load(logits + end).to(tl.float32)
+            start = _under(tl.full([], 0, tl.uint64), tl.load(seeds + block))
+            start = _under(start, tl.load(positions + block) + query)
+            key = _under(start, tl.full([], TARGET_DRAW, tl.int64))
+            passes = tl.full([], 0, tl.int1)
+            if K > 0:
+                ks = tl.arange(0, K)
+                there = is_slot & (ks < num_own)
+                own_ids = tl.load(support_ids + slot * num_own + ks, mask=there, other=-1)
+                x = tl.load(logits + own_ids, mask=there, other=float("-inf")).to(tl.float32)
+                if FILTERED:
+                    x = tl.where((x > bound) | ((x == bound) & (own_ids <= end)), x, float("-inf"))
+                own = tl.exp(((x - top) / temperature).to(tl.float64))
+                total = tl.sum(mass, axis=0) + tl.sum(own, axis=0)
+                q = tl.load(probs + slot * num_own + ks, mask=there, other=0.0).to(tl.float64)
+                u = (_under(start, tl.full([], ACCEPT_TEST, tl.int64)) >> 11).to(tl.float64) * 1.1102230246251565e-16
+                q_draft = tl.sum(tl.where(own_ids == draft, q, 0.0), axis=0)
+                passes = u * q_draft * total < tl.sum(tl.where(own_ids == draft, own, 0.0), axis=0)
+                residual = tl.maximum(own - q * total, 0.0)
+                vanishes = tl.sum(mass, axis=0) + tl.sum(residual, axis=0) < min_residual * total
+                own = tl.where(vanishes, own, residual)
+                within = (own_ids // WIDTH)[:, None] == tiles[None, :]
+                mass += tl.sum(tl.where(within & there[:, None], own[:, None], 0.0), axis=0)
+            scores = tl.log(mass) + _noise(key, -1 - tiles)
+            tile = tl.argmax(tl.where(tiles < num_tiles, scores, float("-inf")), axis=0)
+            columns = tile * WIDTH + lanes
+            x = tl.load(logits + columns, mask=columns < num_ids, other=float("-inf")).to(tl.float32)
+            if FILTERED:
+                x = tl.where((x > bound) | ((x == bound) & (columns <= end)), x, float("-inf"))
+            weights = ((x - top) / temperature).to(tl.float64)
+            if K > 0:
+                for k in tl.static_range(K):
+                    own_id = tl.sum(tl.where(ks == k, own_ids, 0), axis=0)
+                    weight = tl.log(tl.sum(tl.where(ks == k, own, 0.0), axis=0))
+                    weights = tl.where(columns == own_id, weight, weights)
+            token = tile * WIDTH + tl.argmax(weights + _noise(key, columns), axis=0)
+            if K == 0:
+                passes = token == draft
+        else:
+            token = _first_largest(logits, tops, num_ids, WIDTH)
             passes = token == draft
     else:
-        tile = tl.argmax(tops, axis=0)
-        columns = tile * WIDTH + lanes
-        x = tl.load(logits + columns, mask=columns < num_ids, other=float("-inf")).to(tl.float32)
-        token = tile * WIDTH + tl.argmax(x, axis=0)
+        token = _first_largest(logits, tops, num_ids, WIDTH)
         passes = token == draft
     tl.store(drawn + row, token.to(tl.int64))
     tl.store(accepted + row, (passes & is_slot).to(tl.int32))

@@ -10,6 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lilicorr.kernels.language import ceil_div, jit, next_power, tl
+
+TILE_ROWS = 64  # query rows of one program: positions times the heads that share keys
+MIN_PROGRAMS = 264  # two for every multiprocessor of a large GPU: with fewer, the keys are split further
+MAX_SPLITS = 16
+LOG2_E = 1.4426950408889634
+
 
 def last_visible(num_queries: int, kv_lengths: Tensor, causal: bool, query_lengths: Tensor | None) -> Tensor:
     """The last position each query sees, [N, Q]; -1 for a query that is padding or has no keys."""
@@ -49,6 +56,131 @@ def paged_attention_reference(
     return mixed.masked_fill(seen[..., None, None] < 0, 0)
 
 
+@jit
+def _attend_kernel(
+    queries,
+    k_pages,
+    v_pages,
+    page_table,
+    kv_lengths,
+    query_lengths,
+    out,
+    norms,
+    num_queries,
+    num_heads,
+    max_pages,
+    scale,
+    CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """A tile of queries of the heads that share keys, over one split of the row's pages."""
+    num_tiles = (num_queries + TILE - 1) // TILE
+    block, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    length = tl.load(kv_lengths + block).to(tl.int32)
+    num_real = num_queries
+    if query_lengths is not None:
+        num_real = tl.load(query_lengths + block).to(tl.int32)
+    rows, entries, places = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, PAGE)
+    query = tile * TILE + rows // GROUP
+    exists = (rows < TILE * GROUP) & (query < num_queries)
+    # the first place that a row does not see, and that none does
+    end = tl.where(exists & (query < num_real), length - (num_real - 1 - query if CAUSAL else query * 0), 0)
+    num_pages = (tl.max(end, axis=0) + PAGE - 1) // PAGE
+    per_split = (num_pages + SPLITS - 1) // SPLITS
+    rows_at = (block * num_queries + query) * num_heads + kv_head * GROUP + rows % GROUP
+    q = tl.load(queries + rows_at[:, None] * WIDTH + entries[None, :], mask=exists[:, None], other=0.0)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    num_kv_heads = tl.num_programs(1)
+    for number in range(split * per_split, min((split + 1) * per_split, num_pages)):
+        page = tl.load(page_table + block * max_pages + number).to(tl.int64)
+        at = ((page * num_kv_heads + kv_head) * PAGE + places[:, None]) * WIDTH + entries[None, :]
+        place = number * PAGE + places
+        written = (place < length)[:, None]
+        keys = tl.load(k_pages + at, mask=written, other=0.0)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(place[None, :] < end[:, None], scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2(scores - shift[:, None])
+        kept = tl.exp2(largest - shift)
+        total = total * kept + tl.sum(weights, axis=1)
+        values = tl.load(v_pages + at, mask=written, other=0.0)
+        mixed = tl.dot(weights.to(values.dtype), values, mixed * kept[:, None], input_precision="ieee")
+        largest = new_largest
+    mixed /= tl.where(total > 0, total, 1.0)[:, None]
+    if SPLITS == 1:
+        tl.store(out + rows_at[:, None] * WIDTH + entries[None, :], mixed, mask=exists[:, None])
+    else:
+        parts_at = rows_at * SPLITS + split
+        tl.store(out + parts_at[:, None] * WIDTH + entries[None, :], mixed, mask=exists[:, None])
+        tl.store(norms + parts_at, largest + tl.log2(total), mask=exists)
+
+
+@jit
+def _reduce_kernel(parts, norms, out, num_rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+    """The splits of some query rows, weighted by their normalisers."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    splits, entries, exists = tl.arange(0, SPLITS), tl.arange(0, WIDTH), rows < num_rows
+    at = rows[:, None] * SPLITS + splits[None, :]
+    norm = tl.load(norms + at, mask=exists[:, None], other=float("-inf"))
+    largest = tl.max(norm, axis=1)
+    weights = tl.exp2(norm - tl.where(largest == float("-inf"), 0.0, largest)[:, None])
+    weights /= tl.where(largest == float("-inf"), 1.0, tl.sum(weights, axis=1))[:, None]
+    mixed = tl.load(parts + at[:, :, None] * WIDTH + entries[None, None, :], mask=exists[:, None, None], other=0.0)
+    mixed = tl.sum(mixed * weights[:, :, None], axis=1)
+    tl.store(out + rows[:, None] * WIDTH + entries[None, :], mixed, mask=exists[:, None])
+
+
+def paged_attention_triton(
+    queries: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_lengths: Tensor,
+    causal: bool,
+    query_lengths: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """The Triton version of `paged_attention`; the number of splits depends on shapes alone, never on lengths."""
+    num_blocks, num_queries, num_heads, width = queries.shape
+    num_kv_heads, page_size = k_pages.shape[1:3]
+    if width not in (32, 64, 128):
+        raise ValueError(f"the width of a head must be 32, 64 or 128, got {width}")
+    assert page_size == next_power(page_size) and page_size >= 16, f"page size {page_size} is no power of two >= 16"
+    assert k_pages.is_contiguous() and v_pages.is_contiguous() and page_table.is_contiguous()
+    queries = queries.contiguous()
+    out = torch.empty_like(queries)
+    if not out.numel():
+        return out
+    group, max_pages = num_heads // num_kv_heads, page_table.shape[1]
+    tile = min(next_power(num_queries), max(1, TILE_ROWS // group))
+    programs = num_blocks * ceil_div(num_queries, tile) * num_kv_heads
+    splits = max(1, min(MAX_SPLITS, next_power(ceil_div(MIN_PROGRAMS, programs)), next_power(max_pages)))
+    num_rows = num_blocks * num_queries * num_heads
+    if splits == 1:
+        parts, norms = out, None
+    else:
+        parts = torch.empty(num_rows, splits, width, device=queries.device)
+        norms = torch.empty(num_rows, splits, device=queries.device)
+    sizes = (num_queries, num_heads, max_pages, (width**-0.5 if scale is None else scale) * LOG2_E)
+    shape = (causal, group, tile, max(16, next_power(tile * group)), width, page_size, splits)
+    _attend_kernel[(num_blocks * ceil_div(num_queries, tile), num_kv_heads, splits)](
+        queries, k_pages, v_pages, page_table, kv_lengths, query_lengths, parts, norms, *sizes, *shape
+    )
+    if splits > 1:
+        rows = TILE_ROWS // splits
+        _reduce_kernel[(ceil_div(num_rows, rows),)](parts, norms, out, num_rows, rows, width, splits)
+    return out
+
+
 def paged_attention(
     queries: Tensor,
     k_pages: Tensor,
@@ -67,4 +199,5 @@ def paged_attention(
     otherwise every query sees every key. query_lengths [N] int, None for all Q: the queries behind it are padding
     and give 0, as does a row of length 0. `scale` is 1 / sqrt(D) where None.
     """
-    return paged_attention_reference(queries, k_pages, v_pages, page_table, kv_lengths, causal, query_lengths, scale)
+    version = paged_attention_triton if queries.is_cuda else paged_attention_reference
+    return version(queries, k_pages, v_pages, page_table, kv_lengths, causal, query_lengths, scale)

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lilicorr.blocks import wide
+from lilicorr.kernels.language import jit, next_power, tl
 from lilicorr.lattice import WALKS
+
+KERNEL_WALKS = ("greedy", "exact")
+VECTOR_BLOCK = 64  # entries of the vectors in one product
 
 
 def match_scores(start: Tensor, out: Tensor, into: Tensor, scale: float, eps: float) -> tuple[Tensor, Tensor]:
@@ -42,6 +46,110 @@ def match_walk_reference(
     return ranks, step_confidence(*scores, ranks)
 
 
+@jit
+def _scores_kernel(
+    start,
+    out,
+    into,
+    scores,
+    width,
+    scale,
+    eps,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Scores [K, K] of the candidates before one slot (the anchor is candidate 0 before the first) and in it."""
+    block, slot, num_slots = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    ranks, entries = tl.arange(0, PADDED), tl.arange(0, BLOCK)
+    into += (block * num_slots + slot) * K * width
+    num_from = K
+    if slot == 0:
+        before = start + block * width
+        num_from = 1
+    else:
+        before = out + (block * num_slots + slot - 1) * K * width
+    products = tl.zeros([PADDED, PADDED], tl.float32)
+    out_squares, in_squares = tl.zeros([PADDED], tl.float32), tl.zeros([PADDED], tl.float32)
+    for first in range(0, width, BLOCK):
+        columns = first + entries
+        places = ranks[:, None] * width + columns[None, :]
+        inside = (columns < width)[None, :]
+        a = tl.load(before + places, mask=inside & (ranks < num_from)[:, None], other=0.0)
+        b = tl.load(into + places, mask=inside & (ranks < K)[:, None], other=0.0)
+        products = tl.dot(a, tl.trans(b), products, input_precision="ieee")
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        out_squares += tl.sum(a * a, axis=1)
+        in_squares += tl.sum(b * b, axis=1)
+    norms = tl.maximum(tl.sqrt(out_squares), eps)[:, None] * tl.maximum(tl.sqrt(in_squares), eps)[None, :]
+    places = (block * num_slots + slot) * K * K + ranks[:, None] * K + ranks[None, :]
+    tl.store(scores + places, scale * products / norms, mask=(ranks < num_from)[:, None] & (ranks < K)[None, :])
+
+
+@jit
+def _chosen(values, ranks, rank):
+    """values [K] at `rank`."""
+    return tl.sum(tl.where(ranks == rank, values, 0), axis=0)
+
+
+@jit
+def _walk_kernel(scores, chosen, confidence, num_slots, K: tl.constexpr, SLOTS: tl.constexpr, EXACT: tl.constexpr):
+    """The walk through one block's scores; for the exact one every candidate carries the best path that ends in it."""
+    block = tl.program_id(0).to(tl.int64)
+    scores += block * num_slots * K * K
+    ranks, slots = tl.arange(0, K), tl.arange(0, SLOTS)
+    square = ranks[:, None] * K + ranks[None, :]
+    path = tl.zeros([SLOTS], tl.int32)
+    if EXACT:
+        best = tl.load(scores + ranks)
+        paths = tl.where(slots[None, :] == 0, ranks[:, None], 0)
+        for slot in range(1, num_slots):
+            pairs = tl.load(scores + slot * K * K + square)
+            best, previous = tl.max(best[:, None] + pairs, axis=0, return_indices=True)
+            came_from = previous[:, None] == ranks[None, :]
+            paths = tl.sum(tl.where(came_from[:, :, None], paths[None, :, :], 0), axis=1)
+            paths = tl.where(slots[None, :] == slot, ranks[:, None], paths)
+        path = tl.sum(tl.where((ranks == tl.argmax(best, axis=0))[:, None], paths, 0), axis=0)
+    rank = 0
+    for slot in range(num_slots):
+        pairs = tl.load(scores + slot * K * K + square, mask=(slot > 0) | (ranks[:, None] == 0), other=0.0)
+        row = tl.sum(tl.where(ranks[:, None] == rank, pairs, 0.0), axis=0)
+        rank = _chosen(path, slots, slot) if EXACT else tl.argmax(row, axis=0)
+        weights = tl.exp(row - tl.max(row, axis=0))
+        tl.store(chosen + block * num_slots + slot, rank.to(tl.int64))
+        tl.store(confidence + block * num_slots + slot, _chosen(weights, ranks, rank) / tl.sum(weights, axis=0))
+
+
+def match_walk_triton(
+    start: Tensor, out: Tensor, into: Tensor, scale: float, eps: float, walk: str = "greedy"
+) -> tuple[Tensor, Tensor]:
+    """The Triton version of `match_walk`: all scores at once, then a walk per block.
+
+    The greedy and the exact walk have a kernel; any other goes over the same scores as in the reference.
+    """
+    num_blocks, num_slots, num_candidates, width = into.shape
+    if num_candidates != next_power(num_candidates):
+        raise ValueError(f"the number of candidates must be a power of two, got {num_candidates}")
+    assert start.shape == (num_blocks, width) and out.shape == into.shape, (start.shape, out.shape, into.shape)
+    start, out, into = start.contiguous(), out.contiguous(), into.contiguous()
+    scores = torch.empty(num_blocks, num_slots, num_candidates, num_candidates, device=into.device)
+    if num_blocks:
+        padded = max(16, num_candidates)  # the least that a matrix unit takes
+        _scores_kernel[(num_blocks, num_slots)](
+            start, out, into, scores, width, scale, eps, num_candidates, padded, VECTOR_BLOCK
+        )
+    if walk not in KERNEL_WALKS:
+        pair = (scores[:, 0, 0], scores[:, 1:])
+        ranks = WALKS[walk](*pair)
+        return ranks, step_confidence(*pair, ranks)
+    ranks = torch.empty(num_blocks, num_slots, dtype=torch.int64, device=into.device)
+    confidence = torch.empty(num_blocks, num_slots, device=into.device)
+    if num_blocks:
+        sizes = (num_slots, num_candidates, next_power(num_slots), walk == "exact")
+        _walk_kernel[(num_blocks,)](scores, ranks, confidence, *sizes, num_warps=4 if walk == "exact" else 1)
+    return ranks, confidence
+
+
 def match_walk(
     start: Tensor, out: Tensor, into: Tensor, scale: float, eps: float, walk: str = "greedy"
 ) -> tuple[Tensor, Tensor]:
@@ -50,4 +158,5 @@ def match_walk(
     Shapes as `match_scores`; `walk` is a name of `lattice.WALKS`. Sums are at least fp32. On a GPU there is no
     gradient.
     """
-    return match_walk_reference(start, out, into, scale, eps, walk)
+    version = match_walk_triton if into.is_cuda else match_walk_reference
+    return version(start, out, into, scale, eps, walk)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lilicorr.blocks import wide
+from lilicorr.kernels.language import jit, next_power, tl
 
 
 def rope_tables(inv_freq: Tensor, num_positions: int, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -51,6 +52,120 @@ def norm_rope_reference(
     return None if queries is None else _norm_rotate(queries, q_weight, eps, cos, sin)
 
 
+@jit
+def _rotated(x, token_stride, token, weight, eps, cos, sin, num_heads, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Both halves of one token's heads, [HEADS, HALF] each, normalised where there is a weight and rotated."""
+    heads, half = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    at = x + token * token_stride + heads * 2 * HALF + half
+    first = tl.load(at, mask=heads < num_heads, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=heads < num_heads, other=0.0).to(tl.float32)
+    if weight is not None:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        first = first * scale * tl.load(weight + half).to(tl.float32)
+        second = second * scale * tl.load(weight + HALF + half).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@jit
+def _norm_rope_kernel(
+    queries,
+    keys,
+    values,
+    positions,
+    cos,
+    sin,
+    k_pages,
+    v_pages,
+    slots,
+    q_weight,
+    k_weight,
+    out,
+    q_stride,
+    k_stride,
+    v_stride,
+    num_heads,
+    num_kv_heads,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """One token: program 0 writes its keys and values, program 1 its queries."""
+    token = tl.program_id(0).to(tl.int64)
+    half = tl.arange(0, HALF)[None, :]
+    position = tl.load(positions + token).to(tl.int64)
+    cosines, sines = tl.load(cos + position * HALF + half), tl.load(sin + position * HALF + half)
+    cosines, sines = cosines.to(tl.float32), sines.to(tl.float32)
+    if tl.program_id(1) == 0:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            first, second = _rotated(keys, k_stride, token, k_weight, eps, cosines, sines, num_kv_heads, KV_HEADS, HALF)
+            heads = tl.arange(0, KV_HEADS)[:, None]
+            exists = (heads < num_kv_heads) & (half >= 0)
+            place = ((slot // PAGE * num_kv_heads + heads) * PAGE + slot % PAGE) * 2 * HALF + half
+            tl.store(k_pages + place, first, mask=exists)
+            tl.store(k_pages + place + HALF, second, mask=exists)
+            at = values + token * v_stride + heads * 2 * HALF + half
+            tl.store(v_pages + place, tl.load(at, mask=exists, other=0.0), mask=exists)
+            tl.store(v_pages + place + HALF, tl.load(at + HALF, mask=exists, other=0.0), mask=exists)
+    elif queries is not None:
+        first, second = _rotated(queries, q_stride, token, q_weight, eps, cosines, sines, num_heads, HEADS, HALF)
+        heads = tl.arange(0, HEADS)[:, None]
+        exists = (heads < num_heads) & (half >= 0)
+        at = out + (token * num_heads + heads) * 2 * HALF + half
+        tl.store(at, first, mask=exists)
+        tl.store(at + HALF, second, mask=exists)
+
+
+def norm_rope_triton(
+    queries: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor | None:
+    """The Triton version of `norm_rope`: one kernel, a program for the keys and one for the queries of a token."""
+    num_tokens, num_kv_heads, width = keys.shape
+    for x in (keys, values) if queries is None else (queries, keys, values):
+        assert x.stride(2) == 1 and x.stride(1) == width, f"heads of strides {x.stride()} are not side by side"
+    assert k_pages.is_contiguous() and v_pages.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    assert width == next_power(width) and cos.shape[1] == width // 2, (width, cos.shape)
+    num_heads = 0 if queries is None else queries.shape[1]
+    out = None if queries is None else torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    if num_tokens:
+        strides = (0 if queries is None else queries.stride(0), keys.stride(0), values.stride(0))
+        shape = (next_power(num_heads), next_power(num_kv_heads), width // 2, k_pages.shape[2])
+        _norm_rope_kernel[(num_tokens, 1 if queries is None else 2)](
+            queries,
+            keys,
+            values,
+            positions,
+            cos,
+            sin,
+            k_pages,
+            v_pages,
+            slots,
+            q_weight,
+            k_weight,
+            out,
+            *strides,
+            num_heads,
+            num_kv_heads,
+            eps,
+            *shape,
+        )
+    return out
+
+
 def norm_rope(
     queries: Tensor | None,
     keys: Tensor,
@@ -73,6 +188,5 @@ def norm_rope(
     page size of page slots[t] // page size; slots [T] int64, a negative one is not written. q_weight and k_weight
     [D] are Qwen3's head norms, None for Llama. Returns [T, heads, D] contiguous, or None. Sums are at least fp32.
     """
-    return norm_rope_reference(
-        queries, keys, values, positions, cos, sin, k_pages, v_pages, slots, q_weight, k_weight, eps
-    )
+    version = norm_rope_triton if keys.is_cuda else norm_rope_reference
+    return version(queries, keys, values, positions, cos, sin, k_pages, v_pages, slots, q_weight, k_weight, eps)

@@ -1,0 +1,123 @@
+"""Accept: the Triton version must give the very tokens of `verify`, for every contract and mixed rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lilicorr.blocks import Proposal, Verdict
+from lilicorr.kernels.accept import accept, accept_triton
+from lilicorr.verify import DRAW_TILE, PROPOSAL_DRAW, Sampling, draw, uniform, verify
+
+NUM_ROWS, NUM_SLOTS = 6, 2
+
+
+def make_sampling(device: str, filtered: bool = False) -> Sampling:
+    """Rows that are greedy and of several temperatures, with and without filters, of any seed."""
+    generator = torch.Generator().manual_seed(5)
+    off = torch.zeros(NUM_ROWS, dtype=torch.int64)
+    return Sampling(
+        temperature=torch.tensor([0.0, 0.7, 1.0, 1.6, 0.0, 1.0], dtype=torch.float64).to(device),
+        top_k=(torch.tensor([0, 3, 0, 5, 2, 0]) if filtered else off).to(device),
+        top_p=(torch.tensor([1.0, 1.0, 0.7, 0.9, 0.5, 0.4]) if filtered else torch.ones(NUM_ROWS)).to(device),
+        seeds=torch.randint(-(2**62), 2**62, (NUM_ROWS,), generator=generator).to(device),
+        positions=torch.randint(0, 4000, (NUM_ROWS,), generator=generator).to(device),
+        any_filtered=filtered,
+    )
+
+
+def make_logits(vocab: int, device: str) -> Tensor:
+    """Random rows, one all-equal, one half -inf, one with ties."""
+    logits = 2 * torch.randn(NUM_ROWS, NUM_SLOTS + 1, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[1] = 0.5
+    logits[2, :, 1::2] = -math.inf
+    logits[4] = logits[4].round()
+    return logits.to(device)
+
+
+def drawn_proposal(logits: Tensor, sampling: Sampling, num_own: int) -> Proposal:
+    """Drafts drawn from a few of each slot's likeliest ids, near the target's own law, in no order."""
+    best = logits[:, :-1].topk(num_own, dim=-1)
+    probs = (best.values + 0.3 * torch.rand(best.values.shape, device=logits.device)).softmax(-1).flip(-1)
+    support_ids = best.indices.flip(-1)
+    positions = sampling.positions[:, None] + torch.arange(NUM_SLOTS, device=logits.device)
+    ranks = draw(probs, uniform(sampling.seeds[:, None].expand_as(positions), positions, PROPOSAL_DRAW))
+    return Proposal(support_ids.gather(-1, ranks[..., None])[..., 0], probs, support_ids)
+
+
+def assert_same(found: Verdict, expected: Verdict) -> None:
+    assert torch.equal(found.num_accepted, expected.num_accepted), (found, expected)
+    assert torch.equal(found.next_ids, expected.next_ids), (found, expected)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 1000, DRAW_TILE + 1, 4097])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_point_masses_get_the_same_verdicts(vocab: int, filtered: bool, device: str):
+    logits, sampling = make_logits(vocab, device), make_sampling(device, filtered)
+    drafts = logits[:, :-1].argmax(-1)
+    drafts[0, 1] = vocab // 2
+    assert_same(accept_triton(Proposal(drafts), logits, sampling), verify(Proposal(drafts), logits, sampling))
+
+
+@pytest.mark.parametrize("vocab", [7, DRAW_TILE + 1, 9000])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_sparse_proposals_get_the_same_verdicts(vocab: int, filtered: bool, device: str):
+    torch.manual_seed(vocab)
+    logits, sampling = make_logits(vocab, device), make_sampling(device, filtered)
+    lengths = set()
+    for num_own, shift in ((1, 0), (5, 1), (5, 2)):
+        here = replace(sampling, positions=sampling.positions + shift)
+        proposal = drawn_proposal(logits, here, num_own)
+        verdict = accept_triton(proposal, logits, here)
+        assert_same(verdict, verify(proposal, logits, here))
+        lengths |= set(verdict.num_accepted.tolist())
+    assert len(lengths) > 1
+
+
+def test_greedy_rows_and_ties(device: str):
+    logits = torch.zeros(3, 3, 2 * DRAW_TILE, device=device)
+    logits[:, :, [DRAW_TILE + 5, DRAW_TILE + 9, 40]] = torch.tensor([2.0, 2.0, 1.0], device=device)
+    drafts = torch.tensor([[DRAW_TILE + 5] * 2, [DRAW_TILE + 9] * 2, [DRAW_TILE + 5, 40]], device=device)
+    verdict = accept_triton(Proposal(drafts), logits, Sampling.greedy(3, device))
+    assert verdict.num_accepted.tolist() == [2, 0, 1]
+    assert verdict.next_ids.tolist() == [DRAW_TILE + 5] * 3
+
+
+def test_zero_slots_no_rows_and_half_precision(device: str):
+    logits, sampling = make_logits(2000, device).bfloat16(), make_sampling(device)
+    first = logits[:, :1].contiguous()
+    empty = Proposal(torch.empty(NUM_ROWS, 0, dtype=torch.int64, device=device))
+    verdict = accept_triton(empty, first, sampling)
+    assert_same(verdict, verify(empty, first, sampling))
+    assert not verdict.num_accepted.any()
+    nobody = Sampling.greedy(0, device)
+    assert accept_triton(Proposal(empty.token_ids[:0]), first[:0], nobody).next_ids.shape == (0,)
+
+
+def test_a_vanishing_residual_falls_back_to_the_target(device: str):
+    vocab, num_rows = DRAW_TILE + 40, 12
+    logits = torch.full((1, 2, vocab), -math.inf)
+    logits[0, :, [5, vocab - 1]] = 0.0
+    support = torch.tensor([[[3, 5, vocab - 1, 9]]]).expand(num_rows, -1, -1).to(device)
+    probs = torch.tensor([[[1e-12, 0.5 - 1e-12, 0.5, 0.0]]], dtype=torch.float64).expand(num_rows, -1, -1).to(device)
+    proposal = Proposal(torch.full((num_rows, 1), 3, device=device), probs, support)
+    zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    ones = torch.ones(num_rows, device=device)
+    sampling = Sampling(ones, zeros, ones, zeros, zeros + torch.arange(num_rows, device=device), any_filtered=False)
+    logits = logits.to(device).expand(num_rows, -1, -1).contiguous()
+    verdict = accept_triton(proposal, logits, sampling)
+    assert_same(verdict, verify(proposal, logits, sampling))
+    assert not verdict.num_accepted.any() and set(verdict.next_ids.tolist()) == {5, vocab - 1}
+
+
+def test_dense_proposals_have_the_reference_only(device: str):
+    logits, sampling = make_logits(7, device), make_sampling(device)
+    q = logits[:, :-1].softmax(-1)
+    proposal = Proposal(logits[:, :-1].argmax(-1), q)
+    assert_same(accept(proposal, logits, sampling), verify(proposal, logits, sampling))
+    with pytest.raises(AssertionError, match="dense"):
+        accept_triton(proposal, logits, sampling)
