@@ -88,7 +88,7 @@ class Step:
 
         padding = anchor_ids[:, None].expand(-1, self.width - num_tokens)
         output = self.target.forward(torch.cat([anchor_ids[:, None], proposal.token_ids, padding], dim=1), places)
-        logits = self.target.logits(output.hidden)[:, :num_tokens]
+        logits = self.target.logits(output.hidden)[:, :num_tokens].contiguous()
         verdict = accept(proposal, logits, sampling)
 
         context = None
