@@ -36,6 +36,7 @@ from lilicorr.decode import SamplingParams
 from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
 from lilicorr.engine.engine import Engine
+from lilicorr.engine.pages import num_pages_for
 from lilicorr.heads import HEADS
 from lilicorr.prompts import read_conversations
 from lilicorr.provenance import provenance
@@ -144,13 +145,21 @@ def by_engine(engine: Engine, setup: Setup) -> tuple[list[list[int]], float]:
     return [d.token_ids for d in decoded], tau
 
 
+def make_engine(setup: Setup, draft_model: DraftModel | None, concurrency: int) -> Engine:
+    """An engine with pages for these prompts. It caches none of them: every round does all the work."""
+    num_slots = draft_model.spec.num_slots if draft_model is not None else 0
+    longest = max(map(len, setup.prompts)) + setup.params.max_new_tokens + num_slots
+    num_pages = 2 * concurrency * num_pages_for(longest)
+    config = EngineConfig(max_running=concurrency, num_pages=num_pages, prefix_cache=False)
+    return Engine(setup.target, draft_model, config)
+
+
 def systems(setup: Setup) -> dict[tuple[str, int], Callable[[], Run]]:
-    """What to run, by system and concurrency. No prompt is found in a prefix cache: every round does all the work."""
+    """What to run, by system and concurrency."""
     runs: dict[tuple[str, int], Callable[[], Run]] = {(TRANSFORMERS, 1): lambda: timed(lambda: by_transformers(setup))}
     for name, draft_model in {AUTOREGRESSIVE: None, **setup.draft_models}.items():
         for concurrency in setup.concurrencies:
-            config = EngineConfig(max_running=concurrency, prefix_cache=False)
-            engine = Engine(setup.target, draft_model, config)
+            engine = make_engine(setup, draft_model, concurrency)
             runs[name, concurrency] = lambda engine=engine: timed(lambda: by_engine(engine, setup))
     return runs
 
@@ -225,7 +234,7 @@ def stage_rows(setup: Setup) -> list[dict[str, Any]]:
     rows = []
     for name, draft_model in {AUTOREGRESSIVE: None, **setup.draft_models}.items():
         for concurrency in [c for c in setup.concurrencies if c in (1, 8)]:
-            engine = Engine(setup.target, draft_model, EngineConfig(max_running=concurrency, prefix_cache=False))
+            engine = make_engine(setup, draft_model, concurrency)
             stages = Stages(engine)
             run = timed(lambda engine=engine: by_engine(engine, setup))
             stages.seconds["rest"] = run.cpu_seconds - sum(stages.seconds.values())

@@ -176,7 +176,7 @@ class EngineConfig:
 
     max_running: int = 32  # rows: requests that are decoded at once
     max_model_len: int | None = None  # prompt and answer; None: the target's context length
-    num_pages: int | None = None  # pages of 64 positions; None: as many as fit into `kv_gib`
+    num_pages: int | None = None  # pages of 64 positions; None: as many as fit into `kv_gib` and are of use
     kv_gib: float | None = None  # memory of keys and values; None: 90 % of what a GPU has left, 1 GiB on a CPU
     prefill_tokens: int = 512  # prompt tokens of a step beside rows that decode
     idle_prefill_tokens: int = 4096  # prompt tokens of a step while no row decodes

@@ -88,7 +88,9 @@ class Engine:
         self.max_model_len = min(config.max_model_len or target.max_length, target.max_length)
         width = config.deterministic_width if config.deterministic else num_tokens
         max_pages = num_pages_for(self.max_model_len + width)
-        num_pages = config.num_pages or num_pages_in(config.kv_gib, target, draft_model)
+        # more than twice what all rows can use at once would hardly serve the prefix cache
+        most = 2 * config.max_running * max_pages
+        num_pages = config.num_pages or min(most, num_pages_in(config.kv_gib, target, draft_model))
         paged = PagedTarget(target, num_pages, max_pages)
         drafter = PagedDrafter(draft_model, target, num_pages, max_pages) if draft_model is not None else None
         context = (drafter.context_width, drafter.dtype) if drafter is not None else (0, target.embed.dtype)
