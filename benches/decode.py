@@ -151,7 +151,9 @@ def make_engine(setup: Setup, draft_model: DraftModel | None, concurrency: int) 
     longest = max(map(len, setup.prompts)) + setup.params.max_new_tokens + num_slots
     num_pages = 2 * concurrency * num_pages_for(longest)
     config = EngineConfig(max_running=concurrency, num_pages=num_pages, prefix_cache=False)
-    return Engine(setup.target, draft_model, config)
+    engine = Engine(setup.target, draft_model, config)
+    engine.warm_up()
+    return engine
 
 
 def systems(setup: Setup) -> dict[tuple[str, int], Callable[[], Run]]:

@@ -142,6 +142,10 @@ class Engine:
         if progress is not None:
             self.scheduler.leave(progress)
 
+    def warm_up(self) -> None:
+        """Capture what is captured and run what is set up on first use; changes nothing of any request."""
+        self._decode.warm_up()
+
     @torch.no_grad()
     def step(self) -> list[TokenChunk]:
         """Decode one block of every row, prefill a chunk of prompts, return what was committed and is known.

@@ -33,6 +33,10 @@ class EagerDecode:
         filled = fill(rows, self._batch_size or len(rows), self._step.state.dummy)
         return self._step.decode(upload(filled, torch.int64, self._step.state.device), num_pages, mix)
 
+    def warm_up(self) -> None:
+        """Run the step once, so that what libraries set up on first use is there."""
+        self([self._step.state.dummy], self._step.state.page_table.shape[1], Mix())
+
 
 class GraphDecode:
     """The decode step as a CUDA graph for each batch size and mix, captured when it is first needed or by `warm_up`.

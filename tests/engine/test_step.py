@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import random_prompts, toy_draft_model, toy_engine, toy_target
+from toys import (
+    random_prompts,
+    reference_runs,
+    requests_of,
+    run_all,
+    runs_of,
+    toy_draft_model,
+    toy_engine,
+    toy_target,
+)
 
 from lilicorr.decode import SamplingParams
 from lilicorr.engine.engine import Engine
 from lilicorr.engine.graphs import BATCH_SIZES, EagerDecode, decode_runner, fill, next_size
 from lilicorr.engine.request import Request
 from lilicorr.engine.step import Mix
+from lilicorr.heads import HEADS
+from lilicorr.target import Target
 
 
 def started(head: str | None = "lilicorr") -> Engine:
@@ -64,6 +75,26 @@ def test_batch_sizes() -> None:
     assert fill([4, 1], 4, 9) == [4, 1, 9, 9]
     engine = started()
     assert isinstance(decode_runner(engine._step, 8, one_shape=False), EagerDecode)
+
+
+def test_warming_up_changes_nothing() -> None:
+    engine = started()
+    before = snapshot(engine)
+    engine.warm_up()
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(engine), strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on a GPU")
+@pytest.mark.parametrize("head", [None, *HEADS])
+def test_captured_steps_decode_what_the_reference_decodes(head: str | None) -> None:
+    on_cpu = toy_target(vocab=67)
+    target = Target(on_cpu.model.to("cuda"), None, on_cpu.layer_ids, on_cpu.mask_token_id)
+    draft_model = toy_draft_model(target, head) if head else None
+    requests = requests_of(random_prompts(12, vocab=60), lambda i: SamplingParams(40, temperature=i % 2, seed=i))
+    expected = reference_runs(target, draft_model, requests)
+    engine = toy_engine(target, draft_model)
+    engine.warm_up()
+    assert {name: runs_of(chunks) for name, chunks in run_all(engine, requests).items()} == expected
 
 
 def test_the_step_never_looks_at_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
