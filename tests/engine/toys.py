@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from conftest import make_target
 from lilicorr.blocks import DraftOutput, Proposal
 from lilicorr.config import DrafterConfig, EngineConfig
 from lilicorr.decode import Decoder, SamplingParams
@@ -17,6 +16,7 @@ from lilicorr.engine.engine import Engine
 from lilicorr.engine.request import Request, TokenChunk
 from lilicorr.target import Target
 from lilicorr.verify import Sampling
+from random_target import make_target
 from test_heads import SMALL
 
 VOCAB = 12  # few enough tokens that an untrained drafter is right now and then
