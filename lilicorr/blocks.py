@@ -112,12 +112,24 @@ class Proposal:
 
     `probs is None`: a point mass, the deterministic contract. Otherwise the tokens were drawn, slot
     after slot, from `probs`; with `support_ids` the K columns of `probs` are those target ids, without
-    it they are the V ids themselves.
+    it they are the V ids themselves. With `lengths` only that many slots of a block are to be verified; whether
+    a slot is must not depend on the token drafted in it or behind it.
     """
 
     token_ids: Tensor  # [N, S] int64
     probs: Tensor | None = None  # [N, S, K] or [N, S, V]
     support_ids: Tensor | None = None  # [N, S, K] int64
+    lengths: Tensor | None = None  # [N] int64, 0..S; None: every slot
+
+    def trimmed(self) -> Proposal:
+        """Without the slots that no row wants verified; reads `lengths` on the host."""
+        if self.lengths is None:
+            return self
+        width = int(self.lengths.max())
+        if width == 0:
+            return Proposal(self.token_ids[:, :0])
+        parts = (self.token_ids, self.probs, self.support_ids)
+        return Proposal(*(part if part is None else part[:, :width] for part in parts), self.lengths)
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,8 @@ def verify(proposal: Proposal, target_logits: Tensor, sampling: Sampling) -> Ver
     """Accept a leading run of the proposal and draw the token after it.
 
     `target_logits` [N, S+1, V] are the target's on `[anchor, drafts]`: row s predicts slot s+1, row S the
-    bonus. S may be 0. A proposal with `probs` must have been drawn from exactly these.
+    bonus. S may be 0. A proposal with `probs` must have been drawn from exactly these. Behind a row's
+    `lengths` the token is drawn as behind the last slot.
     """
     num_slots = proposal.token_ids.shape[1]
     assert target_logits.shape[1] == num_slots + 1, (target_logits.shape, proposal.token_ids.shape)
@@ -193,6 +194,11 @@ def verify(proposal: Proposal, target_logits: Tensor, sampling: Sampling) -> Ver
     return _verify_drawn(proposal, target_logits, sampling, seeds, positions)
 
 
+def _within(num_accepted: Tensor, proposal: Proposal) -> Tensor:
+    """The accepted run [N], cut where the proposal ends."""
+    return num_accepted if proposal.lengths is None else torch.minimum(num_accepted, proposal.lengths)
+
+
 def _verify_point_mass(
     proposal: Proposal, target_logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor
 ) -> Verdict:
@@ -201,7 +207,7 @@ def _verify_point_mass(
         own = draw_by_noise(target_probs(target_logits, sampling), seeds, positions)
     else:
         own = target_logits.argmax(-1)
-    num_accepted = prefix_length(own[:, :-1] == proposal.token_ids)
+    num_accepted = _within(prefix_length(own[:, :-1] == proposal.token_ids), proposal)
     return Verdict(num_accepted, own.gather(1, num_accepted[:, None])[:, 0])
 
 
@@ -218,11 +224,13 @@ def _verify_drawn(
     else:
         q_token = (q * (support_ids == token_ids[..., None])).sum(-1)
     num_accepted = prefix_length(uniform(seeds, positions, ACCEPT_TEST)[:, :num_slots] * q_token < p_token)
+    num_accepted = _within(num_accepted, proposal)
 
     at = num_accepted[:, None]
+    tested = num_slots if proposal.lengths is None else proposal.lengths[:, None]
     p_next = p.gather(1, at[..., None].expand(-1, -1, p.shape[2]))[:, 0].double()
     slot = at.clamp_max(num_slots - 1)[..., None].expand(-1, -1, q.shape[2])
-    q_next = q.gather(1, slot)[:, 0] * (at < num_slots)
+    q_next = q.gather(1, slot)[:, 0] * (at < tested)
     if support_ids is None:
         residual = (p_next - q_next).clamp_min(0)
     else:

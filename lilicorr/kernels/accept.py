@@ -52,12 +52,22 @@ def _first_largest(logits, tops, num_ids, WIDTH: tl.constexpr):
 
 
 @jit
+def _num_slots(lengths, block, num_queries):
+    """How many slots of a block are to be verified."""
+    num_slots = num_queries - 1
+    if lengths is not None:
+        num_slots = tl.load(lengths + block).to(tl.int32)
+    return num_slots
+
+
+@jit
 def _tile_kernel(
     logits,
     row_stride,
     temperatures,
     last,
     support_ids,
+    lengths,
     maxima,
     masses,
     num_ids,
@@ -86,9 +96,10 @@ def _tile_kernel(
             bound = tl.load(logits + end).to(tl.float32)
             x = tl.where((x > bound) | ((x == bound) & (columns <= end)), x, float("-inf"))
         if K > 0:
+            num_slots = _num_slots(lengths, block, num_queries)
             for k in tl.static_range(K):
                 place = (block * (num_queries - 1) + query) * num_own + k
-                excluded = tl.load(support_ids + place, mask=(query < num_queries - 1) & (k < num_own), other=-1)
+                excluded = tl.load(support_ids + place, mask=(query < num_slots) & (k < num_own), other=-1)
                 if excluded // (TILES * WIDTH) == part:
                     x = tl.where(columns == excluded, float("-inf"), x)
         shift = tl.where(top == float("-inf"), 0.0, top)
@@ -107,6 +118,7 @@ def _row_kernel(
     token_ids,
     probs,
     support_ids,
+    lengths,
     maxima,
     masses,
     drawn,
@@ -127,7 +139,7 @@ def _row_kernel(
     """The token drawn at one position, and whether its draft passes."""
     row = tl.program_id(0).to(tl.int64)
     block, query = row // num_queries, row % num_queries
-    is_slot = query < num_queries - 1
+    is_slot = query < _num_slots(lengths, block, num_queries)
     slot = block * (num_queries - 1) + query
     logits += row * row_stride
     tiles, lanes = tl.arange(0, TILES), tl.arange(0, WIDTH)
@@ -223,13 +235,26 @@ def accept_triton(proposal: Proposal, target_logits: Tensor, sampling: Sampling)
     verdict = Verdict(drawn.new_empty(num_blocks), drawn.new_empty(num_blocks))
     if num_blocks == 0:
         return verdict
+    lengths = proposal.lengths
     rows = (target_logits, target_logits.stride(1))
     sizes, width = (num_ids, num_tiles, num_queries, num_own), next_power(num_own) if num_own else 0
     _tile_kernel[(num_rows, ceil_div(num_tiles, TILES))](
-        *rows, temperatures, last, support_ids, maxima, masses, *sizes, sampled, filtered, width, TILES, DRAW_TILE
+        *rows,
+        temperatures,
+        last,
+        support_ids,
+        lengths,
+        maxima,
+        masses,
+        *sizes,
+        sampled,
+        filtered,
+        width,
+        TILES,
+        DRAW_TILE,
     )
     keys = (temperatures, sampling.seeds.contiguous(), sampling.positions.contiguous())
-    drafts = (token_ids.contiguous(), probs, support_ids)
+    drafts = (token_ids.contiguous(), probs, support_ids, lengths)
     shape = (TARGET_DRAW, ACCEPT_TEST, sampled, filtered, width, next_power(num_tiles), DRAW_TILE)
     _row_kernel[(num_rows,)](*rows, *keys, last, *drafts, maxima, masses, drawn, passed, *sizes, MIN_RESIDUAL, *shape)
     _verdict_kernel[(num_blocks,)](

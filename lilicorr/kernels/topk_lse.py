@@ -24,13 +24,12 @@ def topk_lse_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The definition of `topk_lse`, differentiable in values and normaliser; fp64 logits stay fp64."""
     logits = wide(logits if num_ids is None else logits[:, :num_ids])
-    ids = logits.detach().topk(num_candidates, dim=-1).indices.sort(dim=-1).values
-    ranks = logits.detach().gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(-1, ranks.indices)
-    # topk says nothing about which of equal logits it takes: rows whose last place is a tie are sorted as a whole
-    last = ranks.values[:, -1:]
-    tied = (logits.detach() == last).sum(-1) > (ranks.values == last).sum(-1)
-    if tied.any():
+    top = logits.detach().topk(min(num_candidates + 1, logits.shape[-1]), dim=-1)
+    ids = top.indices[:, :num_candidates].sort(dim=-1).values
+    ids = ids.gather(-1, logits.detach().gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices)
+    # topk says nothing about which of equal logits it takes: rows with a tie for the last place are sorted as a whole
+    tied = top.values[:, -1] == top.values[:, num_candidates - 1]
+    if top.values.shape[-1] > num_candidates and tied.any():
         ordered = logits.detach()[tied].sort(dim=-1, descending=True, stable=True).indices
         ids = ids.index_put((tied,), ordered[:, :num_candidates])
     return logits.gather(-1, ids), ids, logits.logsumexp(dim=-1)

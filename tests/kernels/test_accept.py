@@ -78,6 +78,19 @@ def test_sparse_proposals_get_the_same_verdicts(vocab: int, filtered: bool, devi
     assert len(lengths) > 1
 
 
+@pytest.mark.parametrize("vocab", [7, DRAW_TILE + 1])
+def test_slots_behind_the_length_are_not_tested(vocab: int, device: str):
+    torch.manual_seed(vocab)
+    logits, sampling = 3 * make_logits(vocab, device), make_sampling(device)
+    lengths = torch.tensor([0, 1, 2, 0, 1, 1], device=device)
+    point, sparse = Proposal(logits[:, :-1].argmax(-1)), drawn_proposal(logits, sampling, 3)
+    for proposal in (point, sparse):
+        proposal = replace(proposal, lengths=lengths)
+        verdict = accept_triton(proposal, logits, sampling)
+        assert_same(verdict, verify(proposal, logits, sampling))
+        assert (verdict.num_accepted <= lengths).all() and verdict.num_accepted.any()
+
+
 def test_greedy_rows_and_ties(device: str):
     logits = torch.zeros(3, 3, 2 * DRAW_TILE, device=device)
     logits[:, :, [DRAW_TILE + 5, DRAW_TILE + 9, 40]] = torch.tensor([2.0, 2.0, 1.0], device=device)

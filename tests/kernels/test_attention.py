@@ -84,7 +84,7 @@ def test_triton_equals_reference(width: int, heads: int, kv_heads: int, num_quer
     queries = torch.randn(len(lengths), num_queries, heads, width, generator=torch.Generator().manual_seed(2))
     queries = queries.to(device)
     found = paged_attention_triton(queries, *pages, causal)
-    assert torch.allclose(found, paged_attention_reference(queries, *pages, causal), atol=2e-6)
+    assert torch.allclose(found, paged_attention_reference(queries, *pages, causal), atol=1e-5)
     assert not found[4].any()
 
 
@@ -96,7 +96,7 @@ def test_prefill_with_padded_queries(device: str):
     real_lengths = torch.tensor(real, device=device)
     found = paged_attention_triton(queries, *pages, True, real_lengths, scale=0.1)
     expected = paged_attention_reference(queries, *pages, True, real_lengths, scale=0.1)
-    assert torch.allclose(found, expected, atol=2e-6)
+    assert torch.allclose(found, expected, atol=1e-5)
     for row, count in enumerate(real):
         assert not found[row, count:].any() and found[row, :count].all()
 
@@ -107,7 +107,7 @@ def test_with_and_without_splits_and_empty_tables(min_programs: int, device: str
     pages = [x.to(device) for x in make_pages([130, 0], 1, 32, 3)]
     queries = torch.randn(2, 2, 1, 32, generator=torch.Generator().manual_seed(4)).to(device)
     found = paged_attention_triton(queries, *pages, True)
-    assert torch.allclose(found, paged_attention_reference(queries, *pages, True), atol=2e-6)
+    assert torch.allclose(found, paged_attention_reference(queries, *pages, True), atol=1e-5)
     empty = paged_attention_triton(queries, *pages[:2], pages[2][:, :0], pages[3] * 0, False)
     assert not empty.any()
     assert paged_attention_triton(queries[:0], *pages[:2], pages[2][:0], pages[3][:0], True).shape == (0, 2, 1, 32)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lilicorr.kernels.topk_lse import FEW_ROWS, LANES, MAX_STEPS, topk_lse, topk_lse_reference, topk_lse_triton
+from lilicorr.kernels import topk_lse as topk_lse_file
+from lilicorr.kernels.topk_lse import LANES, MAX_STEPS, topk_lse, topk_lse_reference, topk_lse_triton
 
 
 def make_logits(vocab: int, seed: int = 0) -> Tensor:
@@ -50,18 +51,17 @@ def test_triton_equals_reference(vocab: int, num_candidates: int, device: str):
     values, ids, lse = topk_lse_triton(logits, num_candidates)
     expected = topk_lse_reference(logits, num_candidates)
     assert torch.equal(values, expected[0]) and torch.equal(ids, expected[1])
-    assert torch.allclose(lse, expected[2], rtol=1e-6, atol=1e-6)
+    assert torch.allclose(lse, expected[2], rtol=1e-5, atol=1e-5)
 
 
-def test_triton_merges_slices_of_both_lengths(device: str):
-    vocab = LANES * MAX_STEPS + 3
-    few = make_logits(vocab).to(device)[[1, 2, 4, 6]]  # three slices of half the length
-    many = few[:1, -2100:].repeat(FEW_ROWS + 1, 1)
-    for logits in (few, many):
-        expected = topk_lse_reference(logits, 8)
-        values, ids, lse = topk_lse_triton(logits, 8)
-        assert torch.equal(values, expected[0]) and torch.equal(ids, expected[1])
-        assert torch.allclose(lse, expected[2], rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("few_rows", [0, 64])
+def test_triton_merges_slices_of_both_lengths(few_rows: int, device: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(topk_lse_file, "FEW_ROWS", few_rows)
+    logits = make_logits(LANES * MAX_STEPS + 3).to(device)[[1, 2, 4, 6]]
+    expected = topk_lse_reference(logits, 8)
+    values, ids, lse = topk_lse_triton(logits, 8)
+    assert torch.equal(values, expected[0]) and torch.equal(ids, expected[1])
+    assert torch.allclose(lse, expected[2], rtol=1e-5, atol=1e-5)
 
 
 def test_columns_behind_num_ids_do_not_count(device: str):
@@ -77,7 +77,7 @@ def test_half_precision_and_strided_rows(device: str):
     logits = torch.randn(4, 3000, device=device).bfloat16()[::2]
     expected = topk_lse_reference(logits, 8)
     for found, wanted in zip(topk_lse_triton(logits, 8), expected, strict=True):
-        assert torch.allclose(found.double(), wanted.double(), rtol=1e-6)
+        assert torch.allclose(found.double(), wanted.double(), rtol=1e-5)
     assert topk_lse_triton(logits[:0], 8)[1].shape == (0, 8)
 
 
