@@ -20,7 +20,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -283,13 +285,13 @@ def main() -> None:
         rows += stage_rows(setup)
     print_rows(rows)
     if arguments.output is not None:
-        made = provenance(vars(arguments) | {"output": None, "checkpoint": [str(p) for p in arguments.checkpoint]})
-        made |= {"threads": torch.get_num_threads()}
+        settings = vars(arguments) | {"output": None, "checkpoint": [str(path) for path in arguments.checkpoint]}
+        command = shlex.join(["python", "-m", "benches.decode", *sys.argv[1:]])
+        made = provenance(settings, command=command, threads=torch.get_num_threads())
+        profile = None if arguments.dry else arguments.profile
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         with arguments.output.open("a", encoding="utf-8") as file:
-            file.writelines(
-                json.dumps({"profile": arguments.profile, **row, "provenance": made}) + "\n" for row in rows
-            )
+            file.writelines(json.dumps({"profile": profile, **row, "provenance": made}) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,20 @@ def test_drafts_that_are_always_right(long_requests: tuple) -> None:
         assert [len(run) for run in runs_of(chunks[request.id])] == [1, *(12 * [16]), 7]
 
 
+def test_proposals_that_end_early(long_requests: tuple) -> None:
+    target, requests = long_requests
+    engine, expected = scripted_engine(target, requests, lambda seed, position, token: token)
+    head = engine._step.drafter.head
+    head.num_verified = lambda position: position % 16
+    chunks = run_all(engine, requests)
+    for request in requests:
+        assert answer_of(chunks[request.id]) == expected[request.id]
+        position = len(request.prompt_ids) + 1
+        for run in runs_of(chunks[request.id])[1:-1]:
+            assert len(run) == position % 16 + 1
+            position += len(run)
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_one_request_drafts_what_the_reference_drafts(head: str) -> None:
     target = toy_target()

@@ -44,12 +44,18 @@ class ScriptedHead(torch.nn.Module):
     """Drafts what follows in the text of the request, which its seed names; `script` may change a slot.
 
     script(seed, position, token) is the token drafted for an absolute position where the text has `token`. It also
-    checks that every block is anchored where the text says.
+    checks that every block is anchored where the text says. `num_verified`(position of slot 1) is how many slots are
+    to be verified; None: all.
     """
 
-    def __init__(self, texts: dict[int, list[int]], script: Callable[[int, int, int], int]) -> None:
+    def __init__(
+        self,
+        texts: dict[int, list[int]],
+        script: Callable[[int, int, int], int],
+        num_verified: Callable[[int], int] | None = None,
+    ) -> None:
         super().__init__()
-        self.texts, self.script = texts, script
+        self.texts, self.script, self.num_verified = texts, script, num_verified
 
     def propose(self, draft: DraftOutput, sampling: Sampling) -> Proposal:
         rows = []
@@ -59,7 +65,10 @@ class ScriptedHead(torch.nn.Module):
             assert text[start - 1] == anchor_id, f"request {seed} is anchored at {start - 1} with {anchor_id}"
             positions = range(start, start + draft.hidden.shape[1])
             rows.append([self.script(seed, p, text[p] if p < len(text) else 0) for p in positions])
-        return Proposal(torch.tensor(rows))
+        lengths = None
+        if self.num_verified is not None:
+            lengths = torch.tensor([self.num_verified(start) for start in sampling.positions.tolist()])
+        return Proposal(torch.tensor(rows), lengths=lengths)
 
 
 def random_prompts(count: int, seed: int = 0, longest: int = 200, vocab: int = VOCAB) -> list[list[int]]:
