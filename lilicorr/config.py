@@ -194,6 +194,31 @@ class SystemConfig:
 
 
 @dataclass(frozen=True)
+class EngineConfig:
+    """The engine: how many requests at once, and the memory they share."""
+
+    max_running: int = 32  # rows: requests that are decoded at once
+    max_model_len: int | None = None  # prompt and answer; None: the target's context length
+    num_pages: int | None = None  # pages of 64 positions; None: as many as fit into `kv_gib` and are of use
+    kv_gib: float | None = None  # memory of keys and values; None: 90 % of what a GPU has left, 1 GiB on a CPU
+    prefill_tokens: int = 512  # prompt tokens of a step beside rows that decode
+    idle_prefill_tokens: int = 4096  # prompt tokens of a step while no row decodes
+    prefix_cache: bool = True
+    steps_behind: int | None = None  # steps the host may be behind the device; None: 1 on a GPU, 0 on a CPU
+    deterministic: bool = False  # every pass has one shape, so an answer has the same bits in any company
+    deterministic_width: int = 16  # positions of a row in these passes; a block must fit
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "prefill_tokens", "idle_prefill_tokens", "deterministic_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.steps_behind not in (None, 0, 1):
+            raise ValueError(f"steps_behind must be 0, 1 or null, got {self.steps_behind}")
+        if self.num_pages is not None and self.kv_gib is not None:
+            raise ValueError(f"set num_pages or kv_gib, not both, got {self.num_pages} and {self.kv_gib}")
+
+
+@dataclass(frozen=True)
 class DeployConfig:
     """The served endpoint."""
 

@@ -47,6 +47,23 @@ class SamplingParams:
         check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
 
+def check_request(target: Target, prompt_ids: list[int], params: SamplingParams, max_length: int) -> None:
+    """Raise ValueError where `target` cannot serve a request within `max_length` positions."""
+    vocab = target.embed.shape[0]
+    if not prompt_ids:
+        raise ValueError("the prompt must have at least one token")
+    for name, ids in (("prompt", prompt_ids), ("stop", params.stop_ids)):
+        outside = [token_id for token_id in ids if not 0 <= token_id < vocab]
+        if outside:
+            raise ValueError(f"{name} token id {outside[0]} is outside the target's vocabulary of {vocab}")
+    total = len(prompt_ids) + params.max_new_tokens
+    if total > max_length:
+        raise ValueError(
+            f"prompt ({len(prompt_ids)} tokens) and max_new_tokens ({params.max_new_tokens}) make {total}, "
+            f"more than the context of {max_length}"
+        )
+
+
 @dataclass(frozen=True)
 class Decoded:
     """A finished answer. Its acceptance length tau is `num_block_tokens / num_blocks`.
@@ -96,7 +113,7 @@ class Decoder:
         Raises ValueError for an empty prompt, ids outside the vocabulary, an answer that could outgrow the
         target's context, and a target whose logits are NaN.
         """
-        self._check(prompt_ids, params)
+        check_request(self.target, prompt_ids, params, self.target.max_length)
         return self._runs(prompt_ids, params, observe)
 
     @torch.no_grad()
@@ -148,22 +165,6 @@ class Decoder:
             any_sampled=params.temperature > 0,
             any_filtered=params.top_k > 0 or params.top_p < 1,
         )
-
-    def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Raise ValueError where the target cannot serve the request."""
-        vocab, limit = self.target.embed.shape[0], self.target.max_length
-        if not prompt_ids:
-            raise ValueError("the prompt must have at least one token")
-        for name, ids in (("prompt", prompt_ids), ("stop", params.stop_ids)):
-            outside = [token_id for token_id in ids if not 0 <= token_id < vocab]
-            if outside:
-                raise ValueError(f"{name} token id {outside[0]} is outside the target's vocabulary of {vocab}")
-        total = len(prompt_ids) + params.max_new_tokens
-        if total > limit:
-            raise ValueError(
-                f"prompt ({len(prompt_ids)} tokens) and max_new_tokens ({params.max_new_tokens}) make {total}, "
-                f"more than the target's context of {limit}"
-            )
 
 
 def _no_slots(device: torch.device) -> Proposal:

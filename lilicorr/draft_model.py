@@ -93,7 +93,7 @@ class DraftModel(nn.Module):
 
         def chunk_terms(hidden: Tensor, context: Tensor, rows: Tensor, anchors: Tensor) -> dict[str, LossTerm]:
             labels = block_labels(batch, rows, anchors, self.spec.num_slots, final_hidden, self.lm_head)
-            draft = self._draft_output(batch.input_ids[rows, anchors], hidden, context[rows, anchors - 1], anchors > 0)
+            draft = self.draft_output(batch.input_ids[rows, anchors], hidden, context[rows, anchors - 1], anchors > 0)
             return self.head.loss(draft, labels, progress)
 
         if len(rows) <= chunk_blocks:
@@ -104,7 +104,8 @@ class DraftModel(nn.Module):
             terms = add_terms(terms, checkpoint(chunk_terms, *arguments, use_reentrant=False))
         return terms
 
-    def _draft_output(self, anchor_ids: Tensor, hidden: Tensor, context: Tensor, valid: Tensor) -> DraftOutput:
+    def draft_output(self, anchor_ids: Tensor, hidden: Tensor, context: Tensor, valid: Tensor) -> DraftOutput:
+        """What a head sees of N blocks: hidden [N, S, H] of the slots, context [N, H] before the anchors [N]."""
         # autocast casts the table itself; widening it first would copy it in every chunk
         autocast = torch.is_autocast_enabled(hidden.device.type)
         rows = self.draft_rows if autocast else self.draft_rows.to(hidden.dtype)
@@ -130,7 +131,7 @@ class DraftModel(nn.Module):
         anchors = torch.full(shape[:2], cache.length, device=device)
         embeds = self.embed[block_ids].to(self.drafter.fc.weight.dtype)
         hidden = self.drafter(embeds, anchors, cache.kv())[:, 0]
-        return self._draft_output(anchor_ids, hidden, cache.last, torch.ones_like(anchor_ids, dtype=torch.bool))
+        return self.draft_output(anchor_ids, hidden, cache.last, torch.ones_like(anchor_ids, dtype=torch.bool))
 
 
 def _blocks(run: RunConfig, config: DrafterConfig) -> tuple[str, int]:

@@ -25,35 +25,10 @@ from typing import Protocol
 import torch
 
 from lilicorr.blocks import DraftOutput, Proposal, Verdict
-from lilicorr.decode import Decoder, SamplingParams
+from lilicorr.decode import Decoder
+from lilicorr.engine.request import Request, TokenChunk
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What one answer is decoded from."""
-
-    id: str
-    prompt_ids: list[int]
-    params: SamplingParams
-
-
-@dataclass(frozen=True)
-class TokenChunk:
-    """Tokens committed for a request, usually one block; the last chunk has a finish reason or an error."""
-
-    request_id: str
-    token_ids: list[int]
-    num_drafted: int = 0  # drafted tokens of the block
-    num_accepted: int = 0  # of those, how many begin `token_ids`
-    finish_reason: str | None = None  # stop | length
-    error: str | None = None  # the request failed; no more chunks follow
-
-    @property
-    def last(self) -> bool:
-        """Whether no more chunks follow."""
-        return self.finish_reason is not None or self.error is not None
 
 
 class Engine(Protocol):

@@ -36,50 +36,19 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def make_target(
-    family: str = "qwen3",
-    dtype: torch.dtype = torch.float64,
-    num_layers: int = 6,
-    hidden: int = 32,
-    vocab: int = 67,
-    num_captured: int = 2,
-    seed: int = 0,
-) -> Target:
-    """A random target with sharp enough logits that greedy decoding has no ties."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    from lilicorr.target import Target, default_layer_ids
-
-    torch.manual_seed(seed)
-    shape = dict(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=vocab - 2,
-        pad_token_id=None,
-    )
-    kinds = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
-    config_class, model_class = kinds[family]
-    model = model_class(config_class(**shape)).to(dtype).eval()
-    return Target(model, tokenizer=None, layer_ids=default_layer_ids(num_layers, num_captured), mask_token_id=vocab - 1)
-
-
 @pytest.fixture
 def target_factory() -> Callable[..., Target]:
     """`make_target`, for tests that need their own shape."""
+    from random_target import make_target
+
     return make_target
 
 
 @pytest.fixture
 def tiny_target() -> Target:
     """Six random Qwen3 layers of width 32 in fp64, two of them captured, vocabulary 67, mask id 66, eos 65."""
+    from random_target import make_target
+
     return make_target()
 
 

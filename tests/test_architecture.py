@@ -57,7 +57,7 @@ ALLOWED = {
     "checkpoint": "blocks config draft_model drafter fields folder heads heads.base provenance target",
     # decoding
     "decode": "blocks config draft_model target verify",
-    "engine.*": "blocks config draft_model drafter engine.* kernels.* target verify",
+    "engine.*": "blocks config decode draft_model engine.* kernels.* target verify",
     # training
     "corpus": "blocks chat config folder provenance",
     "features": "blocks corpus target",

@@ -40,19 +40,19 @@ def paged_attention_reference(
     """The definition of `paged_attention`."""
     num_kv_heads, page_size = k_pages.shape[1:3]
     num_queries, num_heads = queries.shape[1:3]
-    longest = int(kv_lengths.max()) if len(kv_lengths) else 0
-    if longest == 0:
-        return torch.zeros_like(queries)
-    pages = page_table[:, : -(-longest // page_size)].clamp_min(0).long()
-    keys, values = (x[pages].transpose(1, 2).flatten(2, 3)[:, :, :longest] for x in (k_pages, v_pages))
-    places = torch.arange(longest, device=queries.device)
+    # the whole table, whatever the lengths: the shapes, and with them the rounding, are the caller's choice
+    pages, shape = page_table.clamp_min(0).long().flatten(), page_table.shape
+    keys, values = (
+        x.index_select(0, pages).unflatten(0, shape).transpose(1, 2).flatten(2, 3) for x in (k_pages, v_pages)
+    )
+    places = torch.arange(page_table.shape[1] * page_size, device=queries.device)
     # what was never written may be NaN, which no mask of the scores hides
     unwritten = (places >= kv_lengths[:, None])[:, None, :, None]
     keys, values = keys.masked_fill(unwritten, 0), values.masked_fill(unwritten, 0)
     seen = last_visible(num_queries, kv_lengths, causal, query_lengths)
     # the heads that share keys become rows of one product: [N, kv, group * Q, D]
     grouped = queries.transpose(1, 2).unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
-    mask = (places <= seen[..., None]).repeat(1, num_heads // num_kv_heads, 1)[:, None]
+    mask = (places <= seen[..., None])[:, None].expand(-1, num_heads // num_kv_heads, -1, -1).flatten(1, 2)[:, None]
     mixed = nn.functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     mixed = mixed.unflatten(2, (-1, num_queries)).flatten(1, 2).transpose(1, 2)
     return mixed.masked_fill(seen[..., None, None] < 0, 0)

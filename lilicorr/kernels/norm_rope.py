@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from lilicorr.blocks import wide
 from lilicorr.kernels.language import jit, next_power, tl
@@ -23,7 +24,7 @@ def _norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin:
     """RMSNorm over the head where there is a weight, then rotation in the half-split convention: [T, heads, D]."""
     full = wide(x)
     if weight is not None:
-        full = full * torch.rsqrt(full.square().mean(-1, keepdim=True) + eps) * weight
+        full = rms_norm(full, weight.shape, weight.to(full.dtype), eps)
     first, second = full.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
@@ -43,12 +44,16 @@ def norm_rope_reference(
     eps: float = 1e-6,
 ) -> Tensor | None:
     """The definition of `norm_rope`."""
-    cos, sin = cos[positions][:, None], sin[positions][:, None]
-    written = slots >= 0
-    page_size = k_pages.shape[2]
-    pages, places = slots[written] // page_size, slots[written] % page_size
-    k_pages[pages, :, places] = _norm_rotate(keys, k_weight, eps, cos, sin)[written].to(k_pages.dtype)
-    v_pages[pages, :, places] = values[written].to(v_pages.dtype)
+    cos, sin = (table.index_select(0, positions)[:, None] for table in (cos, sin))
+    written = (slots >= 0).nonzero()[:, 0]
+    num_kv_heads, page_size, width = k_pages.shape[1:]
+    # the pages as rows [pages * kv heads * page size, D]: copying whole rows is what the CPU does fast
+    slots = slots.index_select(0, written)
+    heads = torch.arange(num_kv_heads, device=slots.device)
+    rows = (slots // page_size * num_kv_heads)[:, None].add(heads) * page_size + (slots % page_size)[:, None]
+    for pages, new in ((k_pages, _norm_rotate(keys, k_weight, eps, cos, sin)), (v_pages, values)):
+        new = new.index_select(0, written).reshape(-1, width).to(pages.dtype)
+        pages.view(-1, width).index_copy_(0, rows.flatten(), new)
     return None if queries is None else _norm_rotate(queries, q_weight, eps, cos, sin)
 
 

@@ -1,0 +1,301 @@
+"""Tokens per second and tau of the engine at 1 to 32 requests at once, with transformers' own decoding beside it.
+
+    python -m benches.decode --profile demo [--run-dir runs] [--checkpoint FOLDER ...] [--output FILE] [--dry]
+
+Systems: `transformers` (`generate`, one prompt after the other), `autoregressive` and every draft model through the
+engine. Draft models are those of the profile's trained runs, or the given checkpoint folders; with `--dry` there is a
+random tiny target with untrained heads, which shows that everything runs and nothing about speed. Prompts are the
+run's held-out ones; all systems decode the same, greedily, up to the same number of new tokens.
+
+First every system's answers must equal those of `generate` (in fp32 and fp64; RuntimeError). Then, round by round, so
+that a disturbance meets all alike, every system decodes all prompts at every concurrency. `tokens_per_s` is by the
+clock, `tokens_per_cpu_s` by the process's CPU time, which other processes do not slow; each with median, lowest and
+highest round. On a CPU a last round says what each stage of the step costs. `--threads` sets torch's threads.
+
+Place in the flow: `decode.jsonl` has one row per measurement with provenance; docs/results.md quotes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lilicorr.chat import render_prompt
+from lilicorr.checkpoint import load_draft_model
+from lilicorr.config import DrafterConfig, EngineConfig, PipelineConfig, TargetConfig, load_profile
+from lilicorr.decode import SamplingParams
+from lilicorr.draft_model import DraftModel, build_draft_model
+from lilicorr.drafter import block_spec, drafter_shape
+from lilicorr.engine.engine import Engine
+from lilicorr.engine.pages import num_pages_for
+from lilicorr.heads import HEADS
+from lilicorr.prompts import read_conversations
+from lilicorr.provenance import provenance
+from lilicorr.target import Target, default_layer_ids, load_target
+
+PROFILES = Path(__file__).resolve().parents[1] / "pipelines" / "profiles"
+TRANSFORMERS, AUTOREGRESSIVE = "transformers", "autoregressive"
+EXACT_DTYPES = (torch.float32, torch.float64)
+CONCURRENCIES, DRY_CONCURRENCIES = (1, 2, 4, 8, 16, 32), (1, 2)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is measured."""
+
+    target: Target
+    draft_models: dict[str, DraftModel]
+    prompts: list[list[int]]
+    params: SamplingParams
+    concurrencies: tuple[int, ...]
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """All prompts decoded once."""
+
+    answers: list[list[int]]
+    seconds: float
+    cpu_seconds: float
+    tau: float | None
+
+
+def load_setup(arguments: argparse.Namespace) -> Setup:
+    """Target, draft models and prompts of a profile; raises ValueError where it has not been trained."""
+    config = load_profile(arguments.profile, PROFILES, [f"run_dir={arguments.run_dir}"])
+    config_json = json.loads((config.directory / "prepare" / "target.json").read_text(encoding="utf-8"))
+    drafter = config.train.drafter
+    layer_ids = default_layer_ids(config_json["num_layers"], drafter.num_captured_layers or drafter.num_layers)
+    target = load_target(config.target, "cuda" if torch.cuda.is_available() else "cpu", layer_ids)
+    folders = {path.name: path for path in arguments.checkpoint} or trained(config)
+    draft_models = {name: load_draft_model(folder, target) for name, folder in folders.items()}
+    conversations = read_conversations(config.directory / "prepare" / "held_out.parquet")[: arguments.prompts]
+    template = config.target.template_kwargs
+    prompts = [render_prompt(target.tokenizer, first_turn(c.messages), template) for c in conversations]
+    params = SamplingParams(arguments.max_new_tokens, stop_ids=target.eos_ids)
+    return Setup(target, draft_models, prompts, params, CONCURRENCIES, arguments.rounds)
+
+
+def trained(config: PipelineConfig) -> dict[str, Path]:
+    """The checkpoint of every run that some system of the profile decodes as it was trained."""
+    runs = sorted({s.run for s in config.evaluate.systems.values() if s.run and not s.head and not s.head_config})
+    folders = {run: config.directory / "train" / run / "final" for run in runs}
+    missing = [str(folder) for folder in folders.values() if not folder.is_dir()]
+    if missing:
+        raise ValueError(f"not trained: {', '.join(missing)}; run pipelines/full.py, or name a --checkpoint")
+    return folders
+
+
+def first_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """A conversation up to its first user turn."""
+    roles = [message["role"] for message in messages]
+    return messages[: roles.index("user") + 1]
+
+
+def dry_setup() -> Setup:
+    """A random tiny target with an untrained draft model for every head."""
+    target = load_target(TargetConfig(source="random"), layer_ids=default_layer_ids(2, 1))
+    config = DrafterConfig(num_layers=2, block_size=4, num_candidates=4, num_captured_layers=1)
+    shape = drafter_shape(config, target.config)
+    torch.manual_seed(0)
+    draft_models = {}
+    for name, head in HEADS.items():
+        spec = block_spec(config, target.config, target.mask_token_id, head.layouts[0])
+        draft_models[name] = build_draft_model(shape, spec, name, {}, target).eval()
+    rng = random.Random(0)
+    prompts = [[rng.randrange(256) for _ in range(length)] for length in (3, 90, 17, 40)]
+    return Setup(target, draft_models, prompts, SamplingParams(12, stop_ids=target.eos_ids), DRY_CONCURRENCIES, 2)
+
+
+def timed(decode: Callable[[], tuple[list[list[int]], float | None]]) -> Run:
+    """Run and time."""
+    began, cpu_began = time.perf_counter(), time.process_time()
+    answers, tau = decode()
+    return Run(answers, time.perf_counter() - began, time.process_time() - cpu_began, tau)
+
+
+def by_transformers(setup: Setup) -> tuple[list[list[int]], None]:
+    """`generate`, prompt after prompt; answers end with their stop token."""
+    model, answers = setup.target.model, []
+    for prompt in setup.prompts:
+        ids = torch.tensor([prompt], device=setup.target.device)
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=setup.params.max_new_tokens,
+            do_sample=False,
+            eos_token_id=list(setup.params.stop_ids),
+            pad_token_id=0,
+        )
+        answers.append(output[0, len(prompt) :].tolist())
+    return answers, None
+
+
+def by_engine(engine: Engine, setup: Setup) -> tuple[list[list[int]], float]:
+    """All prompts through the engine, at most `max_running` at once."""
+    decoded = engine.generate(setup.prompts, setup.params)
+    tau = sum(d.num_block_tokens for d in decoded) / max(1, sum(d.num_blocks for d in decoded))
+    return [d.token_ids for d in decoded], tau
+
+
+def make_engine(setup: Setup, draft_model: DraftModel | None, concurrency: int) -> Engine:
+    """An engine with pages for these prompts. It caches none of them: every round does all the work."""
+    num_slots = draft_model.spec.num_slots if draft_model is not None else 0
+    longest = max(map(len, setup.prompts)) + setup.params.max_new_tokens + num_slots
+    num_pages = 2 * concurrency * num_pages_for(longest)
+    config = EngineConfig(max_running=concurrency, num_pages=num_pages, prefix_cache=False)
+    engine = Engine(setup.target, draft_model, config)
+    engine.warm_up()
+    return engine
+
+
+def systems(setup: Setup) -> dict[tuple[str, int], Callable[[], Run]]:
+    """What to run, by system and concurrency."""
+    runs: dict[tuple[str, int], Callable[[], Run]] = {(TRANSFORMERS, 1): lambda: timed(lambda: by_transformers(setup))}
+    for name, draft_model in {AUTOREGRESSIVE: None, **setup.draft_models}.items():
+        for concurrency in setup.concurrencies:
+            engine = make_engine(setup, draft_model, concurrency)
+            runs[name, concurrency] = lambda engine=engine: timed(lambda: by_engine(engine, setup))
+    return runs
+
+
+def check(setup: Setup, runs: dict[tuple[str, int], Callable[[], Run]]) -> None:
+    """Every system once: warms it up, and raises RuntimeError where its answers are not those of `generate`."""
+    expected = runs[TRANSFORMERS, 1]().answers
+    for (name, concurrency), run in runs.items():
+        answers = run().answers
+        if setup.target.embed.dtype in EXACT_DTYPES and answers != expected:
+            index = next(i for i, pair in enumerate(zip(answers, expected)) if pair[0] != pair[1])
+            raise RuntimeError(f"{name} at {concurrency} answers prompt {index} differently from generate")
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, lowest and highest."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def measure(setup: Setup) -> list[dict[str, Any]]:
+    """The rows of all systems."""
+    runs = systems(setup)
+    check(setup, runs)
+    results: dict[tuple[str, int], list[Run]] = {key: [] for key in runs}
+    for _ in range(setup.rounds):
+        for key, run in runs.items():
+            results[key].append(run())
+    rows = []
+    for (name, concurrency), of_one in results.items():
+        num_tokens = sum(len(answer) for answer in of_one[0].answers)
+        rows.append(
+            {
+                "kind": "decode",
+                "system": name,
+                "concurrency": concurrency,
+                "tokens_per_s": spread([num_tokens / run.seconds for run in of_one]),
+                "tokens_per_cpu_s": spread([num_tokens / run.cpu_seconds for run in of_one]),
+                "tau": of_one[0].tau,
+                "num_prompts": len(setup.prompts),
+                "num_tokens": num_tokens,
+                "rounds": setup.rounds,
+            }
+        )
+    return rows
+
+
+class Stages:
+    """CPU milliseconds of the parts of an engine's step; what is left over is the host's own work and `commit`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.seconds: dict[str, float] = {}
+        step = engine._step
+        parts = [("target", step.target, "forward"), ("target lm_head", step.target, "logits")]
+        if step.drafter is not None:
+            parts += [("drafter and lm_head", step.drafter, "draft"), ("head", step.drafter.head, "propose")]
+            parts += [("context", step.drafter, "append")]
+        for name, owner, method in parts:
+            setattr(owner, method, self._timed(name, getattr(owner, method)))
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            began = time.process_time()
+            result = call(*arguments, **named)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - began
+            return result
+
+        return run
+
+
+def stage_rows(setup: Setup) -> list[dict[str, Any]]:
+    """What each stage costs at 1 and 8 requests, in CPU milliseconds per step, prefills included."""
+    rows = []
+    for name, draft_model in {AUTOREGRESSIVE: None, **setup.draft_models}.items():
+        for concurrency in [c for c in setup.concurrencies if c in (1, 8)]:
+            engine = make_engine(setup, draft_model, concurrency)
+            stages = Stages(engine)
+            run = timed(lambda engine=engine: by_engine(engine, setup))
+            stages.seconds["rest"] = run.cpu_seconds - sum(stages.seconds.values())
+            per_step = {stage: 1000 * s / engine.counters.num_steps for stage, s in stages.seconds.items()}
+            sizes = {"steps": engine.counters.num_steps, "tau": run.tau}
+            rows.append({"kind": "stages", "system": name, "concurrency": concurrency, "cpu_ms": per_step, **sizes})
+            for owner in (engine._step.drafter.head,) if draft_model is not None else ():
+                del owner.propose  # the timer; heads outlive their engine
+    return rows
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """A table of each kind."""
+    print(f"{'system':16}{'c':>4}{'tokens/s':>11}{'low':>9}{'high':>9}{'tokens/CPU s':>14}{'tau':>7}")
+    for row in (row for row in rows if row["kind"] == "decode"):
+        clock, cpu = row["tokens_per_s"], row["tokens_per_cpu_s"]
+        tau = "-" if row["tau"] is None else f"{row['tau']:.2f}"
+        speeds = f"{clock['median']:11.1f}{clock['low']:9.1f}{clock['high']:9.1f}{cpu['median']:14.1f}"
+        print(f"{row['system']:16}{row['concurrency']:4}{speeds}{tau:>7}")
+    for row in (row for row in rows if row["kind"] == "stages"):
+        stages = ", ".join(f"{name} {value:.2f}" for name, value in row["cpu_ms"].items())
+        print(f"{row['system']} at {row['concurrency']}, CPU ms per step: {stages}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", default="demo")
+    parser.add_argument("--run-dir", default="runs", help="where the profile was trained")
+    parser.add_argument(
+        "--checkpoint", type=Path, action="append", default=[], help="a draft model's folder; repeatable"
+    )
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
+    parser.add_argument("--dry", action="store_true", help="a random tiny target and untrained heads")
+    parser.add_argument("--output", type=Path, help="a .jsonl file that the rows are appended to")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    setup = dry_setup() if arguments.dry else load_setup(arguments)
+    rows = measure(setup)
+    if setup.target.device.type == "cpu":
+        rows += stage_rows(setup)
+    print_rows(rows)
+    if arguments.output is not None:
+        settings = vars(arguments) | {"output": None, "checkpoint": [str(path) for path in arguments.checkpoint]}
+        command = shlex.join(["python", "-m", "benches.decode", *sys.argv[1:]])
+        made = provenance(settings, command=command, threads=torch.get_num_threads())
+        profile = None if arguments.dry else arguments.profile
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        with arguments.output.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"profile": profile, **row, "provenance": made}) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()

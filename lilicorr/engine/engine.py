@@ -1,0 +1,301 @@
+"""The engine: many requests at once through one step, on one thread.
+
+Place in the flow: `serve_app.replica` and the benches drive it. One call of `step` is the loop of design.md
+section 7:
+
+    admit     rows and pages for waiting requests
+    prefill   a chunk of prompts
+    decode    one block of every row: propose, target, verify, commit, append the drafter's context
+    publish   what an earlier step committed, as `TokenChunk`s
+
+On a GPU the host is one step behind: it starts the next step before it reads what the last one committed.
+
+Every answer is the one that `decode.Decoder` gives, in any company.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lilicorr.config import EngineConfig
+from lilicorr.decode import Decoded, SamplingParams, check_request
+from lilicorr.draft_model import DraftModel
+from lilicorr.engine.graphs import decode_runner, fill
+from lilicorr.engine.model import PagedDrafter, PagedTarget, num_pages_in
+from lilicorr.engine.pages import PagePool, num_pages_for
+from lilicorr.engine.request import Progress, Request, TokenChunk
+from lilicorr.engine.row import MAX_STOP_IDS, RowState, upload
+from lilicorr.engine.scheduler import Piece, Scheduler
+from lilicorr.engine.step import AT_LIMIT, BROKEN, STOPPED, Mix, Prefill, Step
+from lilicorr.target import Target
+
+FINISH_REASONS = {STOPPED: "stop", AT_LIMIT: "length"}
+
+
+@dataclass
+class Counters:
+    """What the engine has done since it was made; nothing here ever falls."""
+
+    num_steps: int = 0
+    num_tokens: int = 0  # committed
+    num_blocks: int = 0  # verified, prefills not counted
+    num_block_tokens: int = 0  # what they added to answers, see `decode.Decoded`
+    num_prompt_tokens: int = 0  # positions prefilled, after a preemption again
+    accepted_at: list[int] = field(default_factory=list)  # [S] blocks whose slot was accepted (and not cut)
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: tokens per verified block."""
+        return self.num_block_tokens / max(1, self.num_blocks)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A pass whose results the host has not read."""
+
+    step_id: int
+    progresses: list[Progress]  # of the first rows of `output`
+    output: Tensor  # [N, S + 1 + 3] on the host, complete once `copied` has happened
+    copied: torch.cuda.Event | None
+    verified: bool  # a block, not a prefill
+
+
+class Engine:
+    """Batched decoding with a target and a draft model, or autoregressively where `draft_model` is None.
+
+    `identity` stands for the weights of both; it goes into the keys of the prefix cache. The target's and the
+    drafter's projections become views of fused ones: both modules stay usable, and nothing exists twice.
+
+    Raises ValueError for models that do not fit together, a family the paged forward does not know, and a
+    configuration that leaves no page.
+    """
+
+    def __init__(
+        self, target: Target, draft_model: DraftModel | None, config: EngineConfig, identity: str = ""
+    ) -> None:
+        self.target, self.config = target, config
+        num_tokens = draft_model.spec.num_slots + 1 if draft_model is not None else 1  # of a pass, for each row
+        if config.deterministic and num_tokens > config.deterministic_width:
+            raise ValueError(
+                f"deterministic_width must be at least {num_tokens}, anchor and slots, got {config.deterministic_width}"
+            )
+        self.max_model_len = min(config.max_model_len or target.max_length, target.max_length)
+        width = config.deterministic_width if config.deterministic else num_tokens
+        max_pages = num_pages_for(self.max_model_len + width)
+        # more than twice what all rows can use at once would hardly serve the prefix cache
+        most = 2 * config.max_running * max_pages
+        num_pages = config.num_pages or min(most, num_pages_in(config.kv_gib, target, draft_model))
+        paged = PagedTarget(target, num_pages, max_pages)
+        drafter = PagedDrafter(draft_model, target, num_pages, max_pages) if draft_model is not None else None
+        context = (drafter.context_width, drafter.dtype) if drafter is not None else (0, target.embed.dtype)
+        self.state = RowState(config.max_running, max_pages, *context, target.device)
+        self.pool = PagePool(num_pages, identity)
+        self.scheduler = Scheduler(config, self.pool, self.state, num_tokens)
+        self._step = Step(paged, drafter, self.state, width, config.deterministic)
+        self._decode = decode_runner(self._step, config.max_running, config.deterministic)
+        on_gpu = target.device.type == "cuda"
+        self._steps_behind = int(on_gpu) if config.steps_behind is None else config.steps_behind
+        self._in_flight: deque[_Flight] = deque()
+        self._requests: dict[str, Progress] = {}
+        self._num_submitted = 0
+        self.counters = Counters(accepted_at=(num_tokens - 1) * [0])
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._requests or self._in_flight)
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError where `submit` would: changes nothing, and may be called from any thread."""
+        check_request(self.target, request.prompt_ids, request.params, self.max_model_len)
+        if len(request.params.stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"at most {MAX_STOP_IDS} stop ids, got {len(request.params.stop_ids)}")
+        length = len(request.prompt_ids) + request.params.max_new_tokens + self.scheduler.num_tokens - 2
+        if num_pages_for(length) > self.pool.num_pages:
+            raise ValueError(
+                f"prompt ({len(request.prompt_ids)} tokens) and max_new_tokens ({request.params.max_new_tokens}) need "
+                f"{num_pages_for(length)} pages, the engine has {self.pool.num_pages}"
+            )
+
+    def submit(self, request: Request) -> None:
+        """Take a request; it waits until there is room for it.
+
+        Raises ValueError for an id in hand, and for what `decode.Decoder.stream` refuses.
+        """
+        self.check(request)
+        if request.id in self._requests:
+            raise ValueError(f"a request with id {request.id!r} is in hand")
+        progress = Progress(request, self._num_submitted, list(request.prompt_ids))
+        self._num_submitted += 1
+        self._requests[request.id] = progress
+        self.scheduler.add(progress)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; unknown ids are finished ones. No chunk of it follows."""
+        progress = self._requests.pop(request_id, None)
+        if progress is not None:
+            self.scheduler.leave(progress)
+
+    def warm_up(self) -> None:
+        """Capture what is captured and run what is set up on first use; changes nothing of any request."""
+        self._decode.warm_up()
+
+    @torch.no_grad()
+    def step(self) -> list[TokenChunk]:
+        """Decode one block of every row, prefill a chunk of prompts, return what was committed and is known.
+
+        An exception means that the engine is broken. Call it while `busy`.
+        """
+        chunks: list[TokenChunk] = []
+        self.scheduler.step_id += 1
+        self.counters.num_steps += 1
+        self.scheduler.admit()
+        pieces = self.scheduler.take_pieces()
+        if pieces:
+            self._launch_prefill(pieces)
+        while not self.scheduler.grow():
+            if self._in_flight:
+                self._publish(chunks, self.scheduler.step_id)
+            else:
+                self.scheduler.preempt()
+        decoding = self.scheduler.decoding
+        if decoding:
+            self._launch_decode(decoding)
+        idle = not pieces and not decoding
+        self._publish(chunks, self.scheduler.step_id - (0 if idle else self._steps_behind))
+        return chunks
+
+    def generate(
+        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Decoded]:
+        """Decode all prompts, at most `max_running` at once; one `params` for all or one for each.
+
+        `seconds` of an answer count from the call. Raises ValueError as `submit`, and while other requests are
+        in hand; RuntimeError for a target whose logits are NaN.
+        """
+        if self.busy:
+            raise ValueError(f"{len(self._requests)} requests are in hand; generate needs the engine for itself")
+        settings = len(prompts) * [params] if isinstance(params, SamplingParams) else list(params)
+        requests = [Request(str(i), list(p), s) for i, (p, s) in enumerate(zip(prompts, settings, strict=True))]
+        for request in requests:
+            self.check(request)
+        began = time.perf_counter()
+        for request in requests:
+            self.submit(request)
+        progresses, done = dict(self._requests), {}
+        while self.busy:
+            for chunk in self.step():
+                if chunk.error is not None:
+                    raise RuntimeError(f"prompt {chunk.request_id}: {chunk.error}")
+                if chunk.last:
+                    progress = progresses[chunk.request_id]
+                    answer = progress.token_ids[len(progress.request.prompt_ids) :]
+                    seconds = time.perf_counter() - began
+                    blocks = (progress.num_blocks, progress.num_block_tokens)
+                    done[chunk.request_id] = Decoded(answer, chunk.finish_reason, *blocks, seconds)
+        return [done[request.id] for request in requests]
+
+    def _launch_prefill(self, pieces: list[Piece]) -> None:
+        """Start writing pieces of prompts, and the first token of those that end."""
+        device, state = self.target.device, self.state
+        size, count = max(piece.count for piece in pieces), len(pieces)
+        if self.config.deterministic:
+            size, count = self.config.deterministic_width, self.config.max_running
+        num_filled = count - len(pieces)
+        tokens = [fill(p.progress.token_ids[p.start : p.start + p.count], size, 0) for p in pieces]
+        ends = [index for index, piece in enumerate(pieces) if piece.last]
+        progresses = [pieces[index].progress for index in ends]
+        batch = Prefill(
+            token_ids=upload(tokens + num_filled * [size * [0]], torch.int64, device),
+            rows=upload(fill([piece.progress.row for piece in pieces], count, state.dummy), torch.int64, device),
+            starts=upload(fill([piece.start for piece in pieces], count, 0), torch.int64, device),
+            counts=upload(fill([piece.count for piece in pieces], count, 0), torch.int64, device),
+            ends=upload(ends, torch.int64, device),
+            anchors=upload([p.token_ids[-1] if p.num_answered else -1 for p in progresses], torch.int64, device),
+        )
+        num_pages = self._pages_read(num_pages_for(max(piece.start for piece in pieces) + size))
+        output = self._step.prefill(batch, num_pages, _mix(progresses))
+        for piece in pieces:
+            self.scheduler.register(piece.progress)
+        self.counters.num_prompt_tokens += sum(piece.count for piece in pieces)
+        self._fly(progresses, output, verified=False)
+
+    def _launch_decode(self, progresses: list[Progress]) -> None:
+        """Start one block of every row that decodes."""
+        num_pages = self._pages_read(max(len(progress.pages) for progress in progresses))
+        output = self._decode([progress.row for progress in progresses], num_pages, _mix(progresses))
+        self._fly(progresses, output, verified=True)
+
+    def _pages_read(self, num_pages: int) -> int:
+        """Columns of the page table a pass reads: on a CPU fewer are faster, but one shape needs all of them."""
+        width = self.state.page_table.shape[1]
+        return width if self.config.deterministic else min(num_pages, width)
+
+    def _fly(self, progresses: list[Progress], output: Tensor, verified: bool) -> None:
+        """Note a pass that was started, and copy its results to the host behind it."""
+        copied = None
+        if output.device.type == "cuda":
+            host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+            host.copy_(output, non_blocking=True)
+            copied, output = torch.cuda.Event(), host
+            copied.record()
+        for progress in progresses:
+            progress.num_in_flight += 1
+        self._in_flight.append(_Flight(self.scheduler.step_id, progresses, output, copied, verified))
+
+    def _publish(self, chunks: list[TokenChunk], step_id: int) -> None:
+        """Read the passes of all steps up to `step_id`, and let go of what waited for their end."""
+        while self._in_flight and self._in_flight[0].step_id <= step_id:
+            flight = self._in_flight.popleft()
+            if flight.copied is not None:
+                flight.copied.synchronize()
+            for progress, (*tokens, count, num_accepted, status) in zip(flight.progresses, flight.output.tolist()):
+                progress.num_in_flight -= 1
+                if not progress.finished:  # else it ended in an earlier step, or was aborted
+                    chunk = self._advance(progress, tokens[:count], num_accepted, status, flight.verified)
+                    chunks += [chunk] if chunk.token_ids or chunk.last else []
+        self.pool.collect(step_id)
+
+    def _advance(
+        self, progress: Progress, token_ids: list[int], num_accepted: int, status: int, verified: bool
+    ) -> TokenChunk:
+        """What one pass did for a request."""
+        request_id, counters = progress.request.id, self.counters
+        num_drafted = len(counters.accepted_at) if verified else 0
+        num_accepted = min(num_accepted, len(token_ids)) if verified else 0
+        if status == BROKEN:
+            self._forget(progress)
+            position = len(progress.token_ids)
+            return TokenChunk(request_id, [], error=f"ValueError: the target's logits are NaN at position {position}")
+        counters.num_tokens += len(token_ids)
+        if verified:
+            counters.num_blocks += 1
+            counters.num_block_tokens += len(token_ids)
+            progress.num_blocks += 1
+            progress.num_block_tokens += len(token_ids)
+            for slot in range(num_accepted):
+                counters.accepted_at[slot] += 1
+        self.scheduler.commit(progress, token_ids)
+        reason = FINISH_REASONS.get(status)
+        if reason is not None:
+            self._forget(progress)
+        return TokenChunk(request_id, token_ids, num_drafted, num_accepted, reason)
+
+    def _forget(self, progress: Progress) -> None:
+        del self._requests[progress.request.id]
+        self.scheduler.leave(progress)
+
+
+def _mix(progresses: list[Progress]) -> Mix:
+    """What a batch of requests may leave out of verification."""
+    params = [progress.request.params for progress in progresses]
+    return Mix(
+        sampled=any(p.temperature > 0 for p in params),
+        filtered=any(p.top_k > 0 or p.top_p < 1 for p in params),
+    )

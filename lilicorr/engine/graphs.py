@@ -1,0 +1,103 @@
+"""How the decode step is started: as one captured CUDA graph per batch size, or call by call.
+
+Place in the flow: `engine` hands the rows that decode to one of the two classes, which have the same call;
+`decode_runner` chooses by the device of the rows. A step of a batch of one is some hundred small kernels, and
+starting them one by one takes the host longer than the device needs to run them: a graph starts them all at once.
+
+The batch is filled up to the next captured size with the dummy row, which is never active: a filled place writes
+no keys and commits nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import torch
+from torch import Tensor
+
+from lilicorr.engine.row import upload
+from lilicorr.engine.step import Mix, Step
+
+BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
+
+
+class EagerDecode:
+    """The decode step call by call; `batch_size` (None: as many as there are) fixes its shape."""
+
+    def __init__(self, step: Step, batch_size: int | None) -> None:
+        self._step = step
+        self._batch_size = batch_size
+
+    def __call__(self, rows: list[int], num_pages: int, mix: Mix) -> Tensor:
+        """`Step.decode` of `rows`, with the dummy row behind them."""
+        filled = fill(rows, self._batch_size or len(rows), self._step.state.dummy)
+        return self._step.decode(upload(filled, torch.int64, self._step.state.device), num_pages, mix)
+
+    def warm_up(self) -> None:
+        """Run the step once, so that what libraries set up on first use is there."""
+        self([self._step.state.dummy], self._step.state.page_table.shape[1], Mix())
+
+
+class GraphDecode:
+    """The decode step as a CUDA graph for each batch size and mix, captured when it is first needed or by `warm_up`.
+
+    All graphs share one memory pool: they never run at the same time. A result is good until the next call.
+    """
+
+    def __init__(self, step: Step, sizes: list[int]) -> None:
+        self._step = step
+        self._sizes = sizes  # ascending
+        self._num_pages = step.state.page_table.shape[1]  # loops end at the device's lengths, not at this
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[tuple[int, Mix], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+
+    def __call__(self, rows: list[int], num_pages: int, mix: Mix) -> Tensor:
+        """`Step.decode` of `rows`, with the dummy row behind them; `num_pages` is the table's whole width."""
+        size = next_size(len(rows), self._sizes)
+        if (size, mix) not in self._graphs:
+            self._capture(size, mix)
+        graph, static_rows, output = self._graphs[size, mix]
+        device = self._step.state.device
+        static_rows.copy_(upload(fill(rows, size, self._step.state.dummy), torch.int64, device))
+        graph.replay()
+        return output
+
+    def warm_up(self) -> None:
+        """Capture every batch size for greedy and for plainly sampled requests; largest first, for the pool's sake."""
+        for size in reversed(self._sizes):
+            for mix in (Mix(sampled=False, filtered=False), Mix(sampled=True, filtered=False)):
+                self._capture(size, mix)
+
+    def _capture(self, size: int, mix: Mix) -> None:
+        """Run the step over dummy rows until lazy set-up is over, then record it."""
+        device = self._step.state.device
+        rows = torch.full((size,), self._step.state.dummy, dtype=torch.int64, device=device)
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._step.decode(rows, self._num_pages, mix)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = self._step.decode(rows, self._num_pages, mix)
+        self._graphs[size, mix] = (graph, rows, output)
+
+
+def decode_runner(step: Step, max_running: int, one_shape: bool) -> EagerDecode | GraphDecode:
+    """Graphs on a GPU, plain calls elsewhere; with `one_shape` every batch is filled up to `max_running`."""
+    if step.state.device.type == "cuda":
+        smaller = [] if one_shape else [size for size in BATCH_SIZES if size < max_running]
+        return GraphDecode(step, [*smaller, max_running])
+    return EagerDecode(step, max_running if one_shape else None)
+
+
+def next_size(count: int, sizes: list[int]) -> int:
+    """The smallest of the ascending `sizes` that holds `count` rows."""
+    assert 0 < count <= sizes[-1], f"{count} rows, batches hold 1 to {sizes[-1]}"
+    return sizes[bisect_left(sizes, count)]
+
+
+def fill(rows: list[int], size: int, dummy: int) -> list[int]:
+    """`rows` with the dummy row behind them."""
+    return rows + (size - len(rows)) * [dummy]

@@ -1,0 +1,244 @@
+"""Target and drafter over the paged cache: the transformer layers of both, and where a pass writes and reads.
+
+Place in the flow: `step` runs `PagedTarget.forward` on [anchor, drafts] or on pieces of prompts, `PagedDrafter.draft`
+on [anchor, mask, ..., mask], and `PagedDrafter.append` on the target's features of what was committed. Target and
+drafter keep their keys and values in tensors of their own, under the same page ids.
+
+Both are stacks of one kind of layer, the Qwen3 one: Llama's has no norms of queries and keys, Qwen2's has biases. The
+projections of queries, keys and values are one product, and so are gate and up. The fused weights replace the
+modules' own, which become views of them. What a layer computes is `target`'s and `drafter`'s; the tests hold the
+logits of three families against transformers.
+
+Paper: section 3.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from lilicorr.blocks import DraftOutput
+from lilicorr.draft_model import DraftModel
+from lilicorr.engine.pages import PAGE_SIZE
+from lilicorr.kernels.attention import paged_attention
+from lilicorr.kernels.norm_rope import norm_rope, rope_tables
+from lilicorr.target import Target, TargetOutput
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the others change with the length of the sequence
+NORMS = ("q_norm", "k_norm")
+GIB = 2**30
+CPU_GIB = 1.0
+GPU_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the N * Q positions of a pass stand, write, and read."""
+
+    positions: Tensor  # [N, Q] int64
+    slots: Tensor  # [N, Q] int64 place in the pages, page * PAGE_SIZE + offset; negative: nothing is written
+    page_table: Tensor  # [N, P] int32
+    kv_lengths: Tensor  # [N] int64 keys of each row with the pass's own, 0 where there is nothing to do
+    query_lengths: Tensor | None = None  # [N] int64 positions that are no padding; None: all Q
+
+
+def page_slots(page_table: Tensor, positions: Tensor, write: Tensor) -> Tensor:
+    """The places [N, Q] of `positions` in the pages of their rows, -1 where not `write`."""
+    columns = (positions // PAGE_SIZE).clamp_max(page_table.shape[1] - 1)
+    return (page_table.long().gather(1, columns) * PAGE_SIZE + positions % PAGE_SIZE).where(write, -1)
+
+
+def fused(parts: list[nn.Parameter], out: Tensor | None = None) -> Tensor:
+    """The parts stacked along their first axis (into `out` where given), of which they become views.
+
+    Parts that another engine has fused are not copied again.
+    """
+    first = parts[0].data
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    storages = {part.untyped_storage().data_ptr() for part in parts}
+    if out is None and len(storages) == 1 and ends[:-1] == [part.data_ptr() for part in parts[1:]]:
+        return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
+    whole = torch.cat([part.data for part in parts], out=out)
+    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = view
+    return whole
+
+
+class PagedLayer:
+    """One pre-norm decoder layer, of the target or of the drafter, and its keys and values."""
+
+    def __init__(self, layer: nn.Module, head_dim: int, num_pages: int, qkv: Tensor | None = None) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.head_dim = head_dim
+        self.num_heads, self.num_kv_heads = (len(p.weight) // head_dim for p in projections[:2])
+        self.qkv = fused([p.weight for p in projections], qkv)
+        self.qkv_bias = fused([p.bias for p in projections]) if attention.q_proj.bias is not None else None
+        self.q_norm, self.k_norm = (getattr(getattr(attention, name, None), "weight", None) for name in NORMS)
+        self.output = attention.o_proj
+        self.gate_up = fused([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self.gate_up_bias = fused([mlp.gate_proj.bias, mlp.up_proj.bias]) if mlp.gate_proj.bias is not None else None
+        self.down = mlp.down_proj
+        self.norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
+        # zeros: a page nobody has written yet may be read under a mask
+        shape = (num_pages, self.num_kv_heads, PAGE_SIZE, head_dim)
+        self.k_pages, self.v_pages = self.qkv.new_zeros(shape), self.qkv.new_zeros(shape)
+
+    def forward(self, x: Tensor, places: Places, rope: tuple[Tensor, Tensor], eps: float, causal: bool) -> Tensor:
+        """[N, Q, H] -> [N, Q, H]; writes the pass's keys and values, then reads those of the whole rows."""
+        rows, size, hidden = x.shape
+        normed = rms_norm(x, (hidden,), self.norms[0], eps)
+        queries = self.write(linear(normed, self.qkv, self.qkv_bias), places, rope, eps)
+        queries = queries.view(rows, size, self.num_heads, self.head_dim)
+        mixed = paged_attention(
+            queries, self.k_pages, self.v_pages, places.page_table, places.kv_lengths, causal, places.query_lengths
+        )
+        x = x + self.output(mixed.flatten(-2))
+        normed = rms_norm(x, (hidden,), self.norms[1], eps)
+        gate, up = linear(normed, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+        return x + self.down(silu(gate) * up)
+
+    def write(self, projected: Tensor, places: Places, rope: tuple[Tensor, Tensor], eps: float) -> Tensor | None:
+        """Split [N, Q, (q +) k + v] into heads, write keys and values, return the rotated queries [N * Q, heads, d]."""
+        heads = projected.flatten(0, 1).unflatten(-1, (-1, self.head_dim))
+        queries, keys, values = heads.tensor_split([-2 * self.num_kv_heads, -self.num_kv_heads], dim=1)
+        return norm_rope(
+            queries if queries.shape[1] else None,
+            keys,
+            values,
+            places.positions.flatten(),
+            *rope,
+            self.k_pages,
+            self.v_pages,
+            places.slots.flatten(),
+            self.q_norm,
+            self.k_norm,
+            eps,
+        )
+
+
+class PagedTarget:
+    """The target's forward pass; raises ValueError for a model whose layers are not of this kind."""
+
+    def __init__(self, target: Target, num_pages: int, max_pages: int) -> None:
+        config, body = target.config, target.model.base_model
+        _check_family(config)
+        self.embed, self.lm_head, self.layer_ids = target.embed, target.lm_head, target.layer_ids
+        self.eps, self.norm = config.rms_norm_eps, body.norm.weight
+        head_dim = target_head_dim(config)
+        self.layers = [PagedLayer(layer, head_dim, num_pages) for layer in body.layers]
+        rotary = body.rotary_emb
+        self.rope = rope_tables(rotary.inv_freq.float(), max_pages * PAGE_SIZE, rotary.attention_scaling)
+        self.logits = target.logits
+
+    def forward(self, token_ids: Tensor, places: Places) -> TargetOutput:
+        """Run [N, Q] ids: hidden [N, Q, H] after the final norm, features [N, Q, C * H] of the captured layers."""
+        x, captured = embedding(token_ids, self.embed), []
+        for index, layer in enumerate(self.layers):
+            x = layer.forward(x, places, self.rope, self.eps, causal=True)
+            if index in self.layer_ids:
+                captured.append(x)
+        hidden = rms_norm(x, (x.shape[-1],), self.norm, self.eps)
+        return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else hidden[..., :0])
+
+
+class PagedDrafter:
+    """The drafter over the paged context, and the head behind it."""
+
+    def __init__(self, draft_model: DraftModel, target: Target, num_pages: int, max_pages: int) -> None:
+        if draft_model.spec.target_layer_ids != target.layer_ids:
+            raise ValueError(
+                f"the draft model reads target layers {draft_model.spec.target_layer_ids}, "
+                f"the target captures {target.layer_ids}"
+            )
+        shape, drafter = draft_model.shape, draft_model.drafter
+        self.draft_model, self.fuse = draft_model, drafter.fuse
+        self.num_slots, self.block_size = draft_model.spec.num_slots, draft_model.spec.block_size
+        self.eps, self.norm = shape.rms_norm_eps, drafter.norm.weight
+        self.dtype, self.context_width = drafter.fc.weight.dtype, shape.hidden_size
+        # one tensor for all layers, so that the context's keys and values of all layers are one product
+        query_width, kv_width = shape.num_heads * shape.head_dim, 2 * shape.num_kv_heads * shape.head_dim
+        weights = drafter.fc.weight.new_empty(shape.num_layers, query_width + kv_width, shape.hidden_size)
+        self.layers = [
+            PagedLayer(layer, shape.head_dim, num_pages, qkv)
+            for layer, qkv in zip(drafter.layers, weights, strict=True)
+        ]
+        self.context_weights = weights[:, query_width:].transpose(1, 2)  # [L, H, kv_width], a view
+        # rotating (1, ..., 1, 0, ..., 0) gives cosines and sines, whatever the module's frequencies are
+        kind = torch.float64 if self.dtype == torch.float64 else torch.float32
+        unit = torch.arange(shape.head_dim, device=weights.device).lt(shape.head_dim // 2).to(kind)
+        positions = torch.arange(max_pages * PAGE_SIZE, device=weights.device)
+        self.rope = drafter.layers[0].self_attn.rotary(unit.expand(len(positions), -1), positions).chunk(2, dim=-1)
+
+    @property
+    def head(self) -> Any:
+        """What turns a `DraftOutput` into a `Proposal`."""
+        return self.draft_model.head
+
+    def draft(self, anchor_ids: Tensor, anchor_context: Tensor, places: Places) -> DraftOutput:
+        """One block per row over its context: anchor_ids [N], anchor_context [N, H], places of B positions each.
+
+        The block's own keys and values go to the places behind the context, where the context's own will stand.
+        """
+        model = self.draft_model
+        block_ids = torch.full_like(places.positions, model.spec.mask_token_id)
+        block_ids[:, 0] = anchor_ids
+        x = embedding(block_ids, model.embed).to(self.dtype)
+        for layer in self.layers:
+            x = layer.forward(x, places, self.rope, self.eps, causal=False)
+        hidden = rms_norm(x[:, -self.num_slots :], (x.shape[-1],), self.norm, self.eps)
+        return model.draft_output(anchor_ids, hidden, anchor_context, torch.ones_like(anchor_ids, dtype=torch.bool))
+
+    def append(self, features: Tensor, places: Places) -> Tensor:
+        """Write the context of the target's features [N, Q, C * H] to the pages and return it, [N, Q, H]."""
+        context = self.fuse(features.to(self.dtype))
+        projected = torch.matmul(context.flatten(0, 1), self.context_weights)  # [L, N * Q, kv_width]
+        for layer, part in zip(self.layers, projected, strict=True):
+            layer.write(part.view(*context.shape[:2], -1), places, self.rope, self.eps)
+        return context
+
+
+def num_pages_in(gib: float | None, target: Target, draft_model: DraftModel | None) -> int:
+    """How many pages of target and drafter fit into `gib` (None: see `EngineConfig`).
+
+    Raises ValueError where there is not room for one.
+    """
+    config = target.config
+    width = 2 * config.num_key_value_heads * target_head_dim(config) * target.embed.element_size()
+    page_bytes = PAGE_SIZE * config.num_hidden_layers * width
+    if draft_model is not None:
+        shape, size = draft_model.shape, draft_model.drafter.fc.weight.element_size()
+        page_bytes += PAGE_SIZE * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * size
+    if gib is None:
+        gib = CPU_GIB
+        if target.device.type == "cuda":
+            gib = GPU_SHARE * torch.cuda.mem_get_info(target.device)[0] / GIB
+    num_pages = int(gib * GIB) // page_bytes
+    if num_pages < 1:
+        raise ValueError(f"kv_gib must hold a page of {page_bytes} bytes, got {gib:.3g}")
+    return num_pages
+
+
+def target_head_dim(config: Any) -> int:
+    """Width of an attention head of a transformers config."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _check_family(config: Any) -> None:
+    """Raise ValueError for what the layers here would compute differently from transformers."""
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    sliding = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
+    for name, value, allowed in (
+        ("model_type", config.model_type, FAMILIES),
+        ("rope_type", rope, ROPE_TYPES),
+        ("hidden_act", config.hidden_act, ("silu",)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"the engine's target must have {name} {' or '.join(allowed)}, got {value!r}")
+    if sliding:
+        raise ValueError(f"the engine's target must have full attention in all layers, got {', '.join(sliding)}")

@@ -1,0 +1,71 @@
+"""What goes into the engine and comes out of it, and where a request stands in between.
+
+Place in the flow: callers make `Request`s and read `TokenChunk`s; `Progress` is the host's side of a request,
+which only the scheduler and the engine change. Its device side is a row of `row.RowState`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lilicorr.decode import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one answer is decoded from."""
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    cache_salt: str = ""  # only requests of the same salt share cached pages
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """Tokens committed for a request, usually one block; the last chunk has a finish reason or an error."""
+
+    request_id: str
+    token_ids: list[int]
+    num_drafted: int = 0  # drafted tokens of the block
+    num_accepted: int = 0  # of those, how many begin `token_ids`
+    finish_reason: str | None = None  # stop | length
+    error: str | None = None  # the request failed; no more chunks follow
+
+    @property
+    def last(self) -> bool:
+        """Whether no more chunks follow."""
+        return self.finish_reason is not None or self.error is not None
+
+
+@dataclass(eq=False)
+class Progress:
+    """Where a request stands, as far as the host has seen."""
+
+    request: Request
+    arrival: int  # in order of submission
+    token_ids: list[int]  # prompt and answer
+    num_written: int = 0  # positions whose keys and values are written, or will be by steps in flight
+    row: int | None = None
+    pages: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)  # of the full pages of `token_ids`, for the prefix cache
+    num_registered: int = 0  # pages whose content the prefix cache knows
+    num_in_flight: int = 0  # steps that may commit tokens the host has not seen
+    num_blocks: int = 0
+    num_block_tokens: int = 0  # see `decode.Decoded`
+    finished: bool = False
+
+    @property
+    def num_answered(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Positions to fill before decoding: the prompt, or after a preemption all but the anchor."""
+        return len(self.token_ids) - (self.num_answered > 0)
+
+    @property
+    def max_length(self) -> int:
+        """Positions of the longest answer, with its prompt."""
+        return len(self.request.prompt_ids) + self.request.params.max_new_tokens

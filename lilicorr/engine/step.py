@@ -1,0 +1,181 @@
+"""One step of the running batch: propose, target on [anchor, drafts], verify, commit, append the drafter's context.
+
+Place in the flow: `engine` calls `prefill` with pieces of prompts and `decode` with the rows that are decoding;
+both read and write `row.RowState` and the pages, and return what was committed. Everything is tensor code of
+fixed shapes without a look at a value: limits and stop tokens act on the device, so that the host may be a step
+behind, and `graphs` can capture the whole of `decode`.
+
+The anchor stands at position `lengths` of its row: keys and values, and the drafter's context, of all positions
+before it count, and nothing behind them does. Rejected drafts leave their keys behind; the next step writes over
+them. Rollback is that length.
+
+Prefill is the same thing with zero slots: the last token of the prompt is the anchor of a block that has none.
+
+Paper: section 3.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lilicorr.blocks import Proposal, Verdict, prefix_length
+from lilicorr.engine.model import PagedDrafter, PagedTarget, Places, page_slots
+from lilicorr.engine.row import RowState
+from lilicorr.kernels.accept import accept
+
+RUNNING, STOPPED, AT_LIMIT, BROKEN = range(4)  # what a step says of a row; BROKEN: the target's logits are NaN
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Pieces of sequences to be written to the pages, of at most Q tokens each; a sequence may have several.
+
+    The pieces in `ends` are the last ones of their sequences, whose rows begin to decode.
+    """
+
+    token_ids: Tensor  # [P, Q] int64, right-padded
+    rows: Tensor  # [P] int64
+    starts: Tensor  # [P] int64, position of the first token
+    counts: Tensor  # [P] int64, tokens without padding
+    ends: Tensor  # [M] int64, indices of pieces
+    anchors: Tensor  # [M] int64, the token behind the piece where it was drawn before, else -1
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What the host knows of a batch: False saves work, True is always right (see `verify.Sampling`)."""
+
+    sampled: bool = True
+    filtered: bool = True
+
+
+class Step:
+    """The step of a target and a draft model (None: autoregression) over the rows of `state`.
+
+    `width` is the number of positions of a row in the target's pass: the block size, or more where all passes are
+    to have one shape; then (`one_shape`) prefill makes logits of all its positions too.
+    """
+
+    def __init__(
+        self, target: PagedTarget, drafter: PagedDrafter | None, state: RowState, width: int, one_shape: bool
+    ) -> None:
+        self.target, self.drafter, self.state = target, drafter, state
+        self.width, self.one_shape = width, one_shape
+        self.num_slots = drafter.num_slots if drafter is not None else 0
+        assert width > self.num_slots, f"{width} positions cannot hold an anchor and {self.num_slots} drafts"
+
+    @torch.no_grad()
+    def decode(self, rows: Tensor, num_pages: int, mix: Mix) -> Tensor:
+        """Decode one block of each of `rows` [N], none of which needs more than `num_pages` pages.
+
+        Returns [N, S + 1 + 3] int64: S + 1 tokens of which the first `count` were committed, count, accepted drafts,
+        and what became of the row. Rows that are not active commit nothing.
+        """
+        state, num_tokens = self.state, self.num_slots + 1
+        active, starts, anchor_ids = state.active[rows], state.lengths[rows], state.anchor_ids[rows]
+        sampling = state.sampling(rows, starts + 1, mix.sampled, mix.filtered)
+        table, inside = state.page_table[rows, :num_pages], torch.arange(self.width, device=rows.device) < num_tokens
+        places = _places(table, starts, active[:, None] & inside, active * (starts + self.width))
+
+        proposal = Proposal(anchor_ids.new_empty(len(rows), 0))
+        if self.drafter is not None:
+            block = _first(places, self.drafter.block_size, active * (starts + self.drafter.block_size))
+            draft = self.drafter.draft(anchor_ids, state.anchor_context[rows], block)
+            proposal = self.drafter.head.propose(draft, sampling)
+
+        padding = anchor_ids[:, None].expand(-1, self.width - num_tokens)
+        output = self.target.forward(torch.cat([anchor_ids[:, None], proposal.token_ids, padding], dim=1), places)
+        logits = self.target.logits(output.hidden)[:, :num_tokens].contiguous()
+        verdict = accept(proposal, logits, sampling)
+
+        context = None
+        if self.drafter is not None:
+            committed = _first(places, num_tokens, places.kv_lengths)
+            kept = torch.arange(num_tokens, device=rows.device) <= verdict.num_accepted[:, None]
+            committed = replace(committed, slots=committed.slots.where(kept, -1))
+            context = self.drafter.append(output.features[:, :num_tokens], committed)
+        return self._commit(rows, starts, active, proposal.token_ids, verdict, _broken(logits), context)
+
+    @torch.no_grad()
+    def prefill(self, pieces: Prefill, num_pages: int, mix: Mix) -> Tensor:
+        """Write pieces to the pages and draw the token behind each that ends its sequence.
+
+        Returns [M, 1 + 3] for these, as `decode` does; where the token is known already nothing is committed.
+        """
+        state, size = self.state, pieces.token_ids.shape[1]
+        inside = torch.arange(size, device=state.device) < pieces.counts[:, None]
+        table = state.page_table[pieces.rows, :num_pages]
+        places = _places(table, pieces.starts, inside, pieces.starts + pieces.counts, pieces.counts)
+        output = self.target.forward(pieces.token_ids, places)
+        context = self.drafter.append(output.features, places) if self.drafter is not None else None
+
+        rows, last = pieces.rows[pieces.ends], pieces.counts[pieces.ends] - 1
+        starts, known = pieces.starts[pieces.ends] + last, pieces.anchors >= 0
+        if self.one_shape:
+            logits = self.target.logits(output.hidden)[pieces.ends, last][:, None]
+        else:
+            logits = self.target.logits(output.hidden[pieces.ends, last])[:, None]
+        none = Proposal(rows.new_empty(len(rows), 0))
+        verdict = accept(none, logits, state.sampling(rows, starts + 1, mix.sampled, mix.filtered))
+        verdict = replace(verdict, next_ids=torch.where(known, pieces.anchors, verdict.next_ids))
+        context = context[pieces.ends, last][:, None] if context is not None else None
+        joining = torch.ones_like(known)
+        return self._commit(rows, starts, joining, none.token_ids, verdict, _broken(logits), context, known)
+
+    def _commit(
+        self,
+        rows: Tensor,
+        starts: Tensor,
+        active: Tensor,
+        drafts: Tensor,
+        verdict: Verdict,
+        broken: Tensor,
+        context: Tensor | None,
+        silent: Tensor | None = None,
+    ) -> Tensor:
+        """Make the accepted run and the token after it part of the sequences; the new anchor is that token.
+
+        What stands behind a stop token or the limit is cut from the answer; such a row is done. `silent` rows
+        [N] only take up their anchor.
+        """
+        state, num_accepted, next_ids = self.state, verdict.num_accepted, verdict.next_ids
+        remaining = state.remaining[rows]
+        run = torch.cat([drafts, next_ids[:, None]], dim=1).scatter(1, num_accepted[:, None], next_ids[:, None])
+        within = torch.arange(run.shape[1], device=rows.device) < (num_accepted + 1).minimum(remaining)[:, None]
+        stops = (run[..., None] == state.stop_ids[rows][:, None]).any(dim=-1) & within
+        stopped = stops.any(dim=-1)
+        count = torch.where(stopped, prefix_length(~stops) + 1, within.sum(dim=-1))
+        status = torch.where(stopped, STOPPED, torch.where(count == remaining, AT_LIMIT, RUNNING))
+        if silent is not None:
+            count, status = count.where(~silent, 0), status.where(~silent, RUNNING)
+        count, status = count.where(active, 0), status.where(~broken, BROKEN)
+
+        state.active[rows] = active & (status == RUNNING)
+        state.lengths[rows] = torch.where(active, starts + num_accepted + 1, state.lengths[rows])
+        state.anchor_ids[rows] = torch.where(active, next_ids, state.anchor_ids[rows])
+        state.remaining[rows] = remaining - count
+        if context is not None:
+            newest = context[torch.arange(len(rows), device=rows.device), num_accepted]
+            state.anchor_context[rows] = torch.where(active[:, None], newest, state.anchor_context[rows])
+        return torch.cat([run, count[:, None], num_accepted[:, None], status[:, None]], dim=1)
+
+
+def _places(
+    page_table: Tensor, starts: Tensor, write: Tensor, kv_lengths: Tensor, query_lengths: Tensor | None = None
+) -> Places:
+    """Positions starts, starts + 1, ... of each row [N], written where `write` [N, Q]."""
+    positions = starts[:, None] + torch.arange(write.shape[1], device=starts.device)
+    return Places(positions, page_slots(page_table, positions, write), page_table, kv_lengths, query_lengths)
+
+
+def _first(places: Places, count: int, kv_lengths: Tensor) -> Places:
+    """The first `count` positions of every row."""
+    return replace(places, positions=places.positions[:, :count], slots=places.slots[:, :count], kv_lengths=kv_lengths)
+
+
+def _broken(logits: Tensor) -> Tensor:
+    """Rows [N] whose logits [N, Q, V] hold a NaN; the maximum hands it on."""
+    return logits.amax(dim=-1).isnan().any(dim=-1)
