@@ -162,7 +162,7 @@ def _row_kernel(
             passes = tl.full([], 0, tl.int1)
             if K > 0:
                 ks = tl.arange(0, K)
-                there = is_slot & (ks < num_own)
+                there = ks < tl.where(is_slot, num_own, 0)
                 own_ids = tl.load(support_ids + slot * num_own + ks, mask=there, other=-1)
                 x = tl.load(logits + own_ids, mask=there, other=float("-inf")).to(tl.float32)
                 if FILTERED:
