@@ -44,11 +44,11 @@ demo-status: $(DEMO_STAMP)
 	@$(BIN)/python pipelines/full.py --status --run-dir "$(RUNS)" --profile $(PROFILE) $(ARGS)
 
 # Table 11: LiLiCorr also without the distractor penalty, at the same total weight of the head's objective.
-ablations: ARGS += --ablations --until evaluate
+ablations: override ARGS += --ablations --until evaluate
 ablations: demo
 
 # Every system of the paper at equal budget, decoded greedily and at temperature 1; then the tables beside the results.
-tables: ARGS += --systems all --ablations --until evaluate
+tables: override ARGS += --systems all --ablations --until evaluate
 tables: demo
 	$(BIN)/python -m lilicorr.evaluate --table all --results "$(RUNS)/$(PROFILE)/evaluate" --out "$(RUNS)/$(PROFILE)/evaluate/tables.md"
 

@@ -212,6 +212,9 @@ class EngineConfig:
         for name in ("max_running", "prefill_tokens", "idle_prefill_tokens", "deterministic_width"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_model_len", "num_pages"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1 or null, got {getattr(self, name)}")
         if self.steps_behind not in (None, 0, 1):
             raise ValueError(f"steps_behind must be 0, 1 or null, got {self.steps_behind}")
         if self.num_pages is not None and self.kv_gib is not None:

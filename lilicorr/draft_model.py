@@ -136,7 +136,9 @@ class DraftModel(nn.Module):
 
 def _blocks(run: RunConfig, config: DrafterConfig) -> tuple[str, int]:
     """Layout and block size of a run: its own, else its head's usual layout and the drafter's size."""
-    return run.block_layout or HEADS[run.head].layouts[0], run.block_size or config.block_size
+    return run.block_layout or HEADS[run.head].layouts[
+        0
+    ], config.block_size if run.block_size is None else run.block_size
 
 
 def check_blocks(name: str, config: TrainConfig) -> None:

@@ -292,7 +292,7 @@ def copy_target_layers(drafter: Drafter, target: Target) -> None:
                     found = "has none" if weight is None else f"has {list(weight.shape)}"
                     raise ValueError(f"{block}.{name} of the drafter is {list(parameter.shape)}, the target {found}")
                 inward = name.removesuffix("_proj.weight") in ("q", "k", "v", "gate", "up")
-                parameter.copy_(weight * scale if inward else weight)
+                parameter.copy_(wide(weight) * wide(scale) if inward else weight)
             if source:
                 raise ValueError(f"the drafter has no place for the target's {block}.{next(iter(source))}")
             getattr(ours, norm).weight.fill_(1.0)

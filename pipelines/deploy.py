@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 import yaml
 
-from lilicorr.config import DeployConfig, PipelineConfig, fingerprint
+from lilicorr.config import DeployConfig, PipelineConfig, YarnConfig, fingerprint
 from lilicorr.provenance import sha256_tree, write_atomic, write_json
 from pipelines import local
 
@@ -138,11 +138,16 @@ def deployed_checkpoint(config: PipelineConfig) -> Path:
 
 
 def wanted_version(config: PipelineConfig) -> str:
-    """The version that deploying now would serve: of weights and code as they are.
+    """The version that deploying now would serve: of weights, code and YaRN as they are.
 
     Raises ValueError for an untrained run.
     """
-    return fingerprint(sha256_tree(deployed_checkpoint(config)), code_hash(ROOT))
+    return version_of(deployed_checkpoint(config), code_hash(ROOT), config.deploy.yarn)
+
+
+def version_of(checkpoint: Path, code: str, yarn: YarnConfig | None) -> str:
+    """What tells one served draft model from another: its weights, the hash of the code, the drafter's YaRN."""
+    return fingerprint(sha256_tree(checkpoint), code, yarn)
 
 
 def code_hash(root: Path) -> str:
@@ -167,12 +172,11 @@ def copy_code(folder: Path) -> Path:
 
 
 def build_application(config: PipelineConfig, checkpoint: Path, code: Path) -> dict[str, Any]:
-    """The entry of a Serve config. Its `version` (`wanted_version`) changes with weights or code, and redeploys."""
+    """The entry of a Serve config. Its `version` (`version_of`) redeploys when it changes."""
     from lilicorr.target import resolve_target
     from serve_app.app import AppArgs
 
     target, deploy = config.target, config.deploy
-    yarn = asdict(deploy.yarn) if deploy.yarn else None
     args = AppArgs(
         checkpoint=str(checkpoint),
         target=target.source if target.source == "embedded" else str(resolve_target(target)),
@@ -181,11 +185,11 @@ def build_application(config: PipelineConfig, checkpoint: Path, code: Path) -> d
         mask_token_id=target.mask_token_id,
         template_kwargs=target.template_kwargs,
         model_name=deploy.model_name,
-        yarn=yarn,
+        yarn=asdict(deploy.yarn) if deploy.yarn else None,
         max_model_len=deploy.max_model_len,
         num_replicas=deploy.num_replicas,
         gpus=deploy.gpus_per_replica,
-        version=fingerprint(sha256_tree(checkpoint), code.name, yarn),
+        version=version_of(checkpoint, code.name, deploy.yarn),
     )
     return {
         "name": APP,

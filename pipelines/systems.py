@@ -46,9 +46,9 @@ def with_systems(config: PipelineConfig, names: Sequence[str]) -> PipelineConfig
             raise ValueError(f"systems need the runs dflash and lilicorr; the runs are {', '.join(runs)}")
     for name in names:
         run = "dspark" if name == "dspark_sampled" else name
-        if run in ("domino", "dspark"):
+        if run in ("domino", "dspark") and run not in runs:
             runs |= _anchor_first(config, run)
-        if run == "lilicorr_margin":
+        if run == "lilicorr_margin" and run not in runs:
             runs[run] = replace(runs["lilicorr"], head_config=runs["lilicorr"].head_config | MARGIN)
         if name == "dspark_sampled":  # at temperature 0 both contracts draft the same
             systems[name] = SystemConfig(run, head_config={"contract": "sampled"}, sampled_only=True)
@@ -73,7 +73,7 @@ def _anchor_first(config: PipelineConfig, head: str) -> dict[str, RunConfig]:
         "domino": {"gru_hidden_dim": max(1, round(PUBLISHED_WIDTH * scale)), "emb_dim": bottleneck},
         "dspark": {"markov_rank": bottleneck},
     }
-    run = replace(base, head=head, head_config={"decay": decay} | sizes[head], block_size=width)
+    run = replace(base, head=head, head_config={"decay": decay} | sizes[head], block_size=width, block_layout=None)
     if base.start_from is None:
         return {head: run}
     trunk = f"{base.start_from}_anchor_first"

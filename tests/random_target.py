@@ -16,6 +16,7 @@ def make_target(
     vocab: int = 67,
     num_captured: int = 2,
     seed: int = 0,
+    head_dim: int = 8,
 ) -> Target:
     """A random target with sharp enough logits that greedy decoding has no ties."""
     torch.manual_seed(seed)
@@ -26,7 +27,7 @@ def make_target(
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         max_position_embeddings=512,
         initializer_range=0.3,
         bos_token_id=None,

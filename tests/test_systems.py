@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,13 @@ def test_the_systems_are_those_of_the_paper() -> None:
     width = from_dict(LiLiCorrConfig, small["lilicorr"].head_config).hidden_size
     assert small["domino"].head_config["gru_hidden_dim"] == width
     assert small["dspark"].head_config["markov_rank"] == small["domino"].head_config["emb_dim"] == width // 4
+
+
+def test_a_run_of_the_profile_is_not_replaced() -> None:
+    plain = load("smollm2")
+    own = replace(plain.train.runs["dflash"], head="domino", head_config={"emb_dim": 5}, start_from=None)
+    config = replace(plain, train=replace(plain.train, runs=plain.train.runs | {"domino": own}))
+    assert with_systems(config, chosen("all")).train.runs["domino"] == own
 
 
 def test_a_part_of_the_systems() -> None:

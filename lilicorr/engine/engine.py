@@ -1,6 +1,6 @@
 """The engine: many requests at once through one step, on one thread.
 
-Place in the flow: `serve_app.replica` and the benches drive it. One call of `step` is the loop of design.md
+Place in the flow: the benches drive it, and what serves will. One call of `step` is the loop of design.md
 section 7:
 
     admit     rows and pages for waiting requests
@@ -297,5 +297,5 @@ def _mix(progresses: list[Progress]) -> Mix:
     params = [progress.request.params for progress in progresses]
     return Mix(
         sampled=any(p.temperature > 0 for p in params),
-        filtered=any(p.top_k > 0 or p.top_p < 1 for p in params),
+        filtered=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
     )

@@ -1,8 +1,8 @@
 """Lattice matching: the cosine of every out vector with the in vectors of the next slot, and the walk over them.
 
 Place in the flow: the last step of the LiLiCorr head's proposal. The scores are Eq. (1); the walk commits a path
-through them, Eq. (8) or the dynamic program of Appendix E, and says how sure the lattice was of every step, which
-is what the engine trims the verified length by. Paper: sections 3.2 and 3.5, Appendix E.
+through them, Eq. (8) or the dynamic program of Appendix E, and says how sure the lattice was of every step.
+Paper: sections 3.2 and 3.5, Appendix E.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The K largest logits of every row and the logarithm of its normaliser, in one pass over the vocabulary.
 
-Place in the flow: `lattice.candidates` and the engine take the candidates and their log-probabilities
+Place in the flow: `lattice.candidates` takes the candidates and their log-probabilities
 (value - lse) from the drafter's logits. Paper: section 3.2 (candidates) and Table 3 (the fused kernel).
 """
 

@@ -28,7 +28,7 @@ def test_rows_of_every_system(setup: Setup) -> None:
     assert set(stages[1]["cpu_ms"]) == {
         *("target", "target lm_head", "drafter and lm_head", "head", "context", "rest"),
     }
-    assert measure(setup)[3]["tau"] == rows[3]["tau"]  # the timers are gone
+    assert "propose" not in vars(setup.draft_models["draft"].head)  # the timers are gone
 
 
 def test_nothing_is_measured_where_answers_differ(setup: Setup) -> None:

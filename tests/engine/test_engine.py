@@ -72,7 +72,14 @@ def test_requests_that_cannot_be_served() -> None:
 
 def test_settings_that_make_no_engine() -> None:
     target = toy_target()
-    for settings in (dict(max_running=0), dict(prefill_tokens=0), dict(steps_behind=2), dict(num_pages=3, kv_gib=1.0)):
+    for settings in (
+        dict(max_running=0),
+        dict(prefill_tokens=0),
+        dict(steps_behind=2),
+        dict(num_pages=3, kv_gib=1.0),
+        dict(num_pages=0),
+        dict(max_model_len=0),
+    ):
         with pytest.raises(ValueError, match=next(iter(settings))):
             EngineConfig(**settings)
     with pytest.raises(ValueError, match="deterministic_width must be at least 4, anchor and slots, got 3"):

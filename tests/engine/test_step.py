@@ -87,9 +87,9 @@ def test_warming_up_changes_nothing() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on a GPU")
 @pytest.mark.parametrize("head", [None, *HEADS])
 def test_captured_steps_decode_what_the_reference_decodes(head: str | None) -> None:
-    on_cpu = toy_target(vocab=67)
+    on_cpu = toy_target(vocab=67, head_dim=32)  # a width and a K that the kernels take
     target = Target(on_cpu.model.to("cuda"), None, on_cpu.layer_ids, on_cpu.mask_token_id)
-    draft_model = toy_draft_model(target, head) if head else None
+    draft_model = toy_draft_model(target, head, num_candidates=4) if head else None
     requests = requests_of(random_prompts(12, vocab=60), lambda i: SamplingParams(40, temperature=i % 2, seed=i))
     expected = reference_runs(target, draft_model, requests)
     engine = toy_engine(target, draft_model)

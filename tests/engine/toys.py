@@ -29,10 +29,12 @@ def toy_target(family: str = "qwen3", vocab: int = VOCAB, **changes) -> Target:
     return make_target(family, **settings)
 
 
-def toy_draft_model(target: Target, head: str, block_size: int = 4, seed: int = 5) -> DraftModel:
+def toy_draft_model(
+    target: Target, head: str, block_size: int = 4, seed: int = 5, num_candidates: int = 3
+) -> DraftModel:
     """One random drafter layer and a random head."""
     torch.manual_seed(seed)
-    config = DrafterConfig(num_layers=1, block_size=block_size, num_candidates=3)
+    config = DrafterConfig(num_layers=1, block_size=block_size, num_candidates=num_candidates)
     shape = drafter_shape(config, target.config)
     spec = block_spec(config, target.config, target.mask_token_id, HEADS[head].layouts[0])
     model = build_draft_model(shape, spec, head, SMALL[head], target).to(target.embed.dtype)

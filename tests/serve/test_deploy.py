@@ -184,6 +184,8 @@ def test_the_wanted_version_is_the_deployed_one_until_code_or_weights_change(
     (root / "serve_app" / "a.py").write_text("A = 2\n")
     assert deploy.wanted_version(config) != first
     assert run(config)["version"] == deploy.wanted_version(config)
+    stretched = replace(config, deploy=replace(config.deploy, yarn=YarnConfig(4.0, 128)))
+    assert run(stretched)["version"] == deploy.wanted_version(stretched) != deploy.wanted_version(config)
 
 
 def test_other_applications_stay(cluster: FakeCluster, config: PipelineConfig) -> None:
