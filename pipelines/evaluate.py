@@ -1,7 +1,8 @@
 """Measure the trained draft models: acceptance length and speed on prompt sets, against autoregression.
 
 Place in the flow: reads `prepare/held_out.parquet` and `train/<run>/final`, writes `evaluate/results.json` after
-every set, the same for every seed of sampled decoding, and the plots. A killed run goes on with the first set that is not done.
+every set, the same for every seed of sampled decoding, and the plots. A killed run goes on with the first set that
+is not done.
 
     python pipelines/evaluate.py --profile demo
     python pipelines/evaluate.py --profile demo --set 'evaluate.sets=[held_out, math500=/data/math500.jsonl]'

@@ -61,7 +61,7 @@ class _Flight:
 
     step_id: int
     progresses: list[Progress]  # of the first rows of `output`
-    output: Tensor  # [N, S + 1 + 3] on the host, complete once `copied` has happened
+    output: Tensor  # [N, S + 1 + 4] on the host, complete once `copied` has happened
     copied: torch.cuda.Event | None
     verified: bool  # a block, not a prefill
 
@@ -255,26 +255,29 @@ class Engine:
             flight = self._in_flight.popleft()
             if flight.copied is not None:
                 flight.copied.synchronize()
-            for progress, (*tokens, count, num_accepted, status) in zip(flight.progresses, flight.output.tolist()):
+            for progress, (*tokens, count, num_drafted, num_accepted, status) in zip(
+                flight.progresses, flight.output.tolist()
+            ):
                 progress.num_in_flight -= 1
                 if not progress.finished:  # else it ended in an earlier step, or was aborted
-                    chunk = self._advance(progress, tokens[:count], num_accepted, status, flight.verified)
+                    passed = (num_drafted, num_accepted) if flight.verified else None
+                    chunk = self._advance(progress, tokens[:count], passed, status)
                     chunks += [chunk] if chunk.token_ids or chunk.last else []
         self.pool.collect(step_id)
 
     def _advance(
-        self, progress: Progress, token_ids: list[int], num_accepted: int, status: int, verified: bool
+        self, progress: Progress, token_ids: list[int], verified: tuple[int, int] | None, status: int
     ) -> TokenChunk:
-        """What one pass did for a request."""
+        """What one pass did for a request; `verified` drafts of its block, and accepted ones, None for a prefill."""
         request_id, counters = progress.request.id, self.counters
-        num_drafted = len(counters.accepted_at) if verified else 0
-        num_accepted = min(num_accepted, len(token_ids)) if verified else 0
+        num_drafted, num_accepted = verified or (0, 0)
+        num_accepted = min(num_accepted, len(token_ids))
         if status == BROKEN:
             self._forget(progress)
             position = len(progress.token_ids)
             return TokenChunk(request_id, [], error=f"ValueError: the target's logits are NaN at position {position}")
         counters.num_tokens += len(token_ids)
-        if verified:
+        if verified is not None:
             counters.num_blocks += 1
             counters.num_block_tokens += len(token_ids)
             progress.num_blocks += 1

@@ -27,7 +27,7 @@ class TokenChunk:
 
     request_id: str
     token_ids: list[int]
-    num_drafted: int = 0  # drafted tokens of the block
+    num_drafted: int = 0  # drafts of the block that were put to the test
     num_accepted: int = 0  # of those, how many begin `token_ids`
     finish_reason: str | None = None  # stop | length
     error: str | None = None  # the request failed; no more chunks follow

@@ -71,8 +71,8 @@ class Step:
     def decode(self, rows: Tensor, num_pages: int, mix: Mix) -> Tensor:
         """Decode one block of each of `rows` [N], none of which needs more than `num_pages` pages.
 
-        Returns [N, S + 1 + 3] int64: S + 1 tokens of which the first `count` were committed, count, accepted drafts,
-        and what became of the row. Rows that are not active commit nothing.
+        Returns [N, S + 1 + 4] int64: S + 1 tokens of which the first `count` were committed, count, drafts put to the
+        test, accepted ones, and what became of the row. Rows that are not active commit nothing.
         """
         state, num_tokens = self.state, self.num_slots + 1
         active, starts, anchor_ids = state.active[rows], state.lengths[rows], state.anchor_ids[rows]
@@ -97,13 +97,13 @@ class Step:
             kept = torch.arange(num_tokens, device=rows.device) <= verdict.num_accepted[:, None]
             committed = replace(committed, slots=committed.slots.where(kept, -1))
             context = self.drafter.append(output.features[:, :num_tokens], committed)
-        return self._commit(rows, starts, active, proposal.token_ids, verdict, _broken(logits), context)
+        return self._commit(rows, starts, active, proposal, verdict, _broken(logits), context)
 
     @torch.no_grad()
     def prefill(self, pieces: Prefill, num_pages: int, mix: Mix) -> Tensor:
         """Write pieces to the pages and draw the token behind each that ends its sequence.
 
-        Returns [M, 1 + 3] for these, as `decode` does; where the token is known already nothing is committed.
+        Returns [M, 1 + 4] for these, as `decode` does; where the token is known already nothing is committed.
         """
         state, size = self.state, pieces.token_ids.shape[1]
         inside = torch.arange(size, device=state.device) < pieces.counts[:, None]
@@ -123,14 +123,14 @@ class Step:
         verdict = replace(verdict, next_ids=torch.where(known, pieces.anchors, verdict.next_ids))
         context = context[pieces.ends, last][:, None] if context is not None else None
         joining = torch.ones_like(known)
-        return self._commit(rows, starts, joining, none.token_ids, verdict, _broken(logits), context, known)
+        return self._commit(rows, starts, joining, none, verdict, _broken(logits), context, known)
 
     def _commit(
         self,
         rows: Tensor,
         starts: Tensor,
         active: Tensor,
-        drafts: Tensor,
+        proposal: Proposal,
         verdict: Verdict,
         broken: Tensor,
         context: Tensor | None,
@@ -143,6 +143,8 @@ class Step:
         """
         state, num_accepted, next_ids = self.state, verdict.num_accepted, verdict.next_ids
         remaining = state.remaining[rows]
+        drafts, tested = proposal.token_ids, proposal.lengths
+        tested = torch.full_like(num_accepted, drafts.shape[1]) if tested is None else tested.to(num_accepted.dtype)
         run = torch.cat([drafts, next_ids[:, None]], dim=1).scatter(1, num_accepted[:, None], next_ids[:, None])
         within = torch.arange(run.shape[1], device=rows.device) < (num_accepted + 1).minimum(remaining)[:, None]
         stops = (run[..., None] == state.stop_ids[rows][:, None]).any(dim=-1) & within
@@ -160,7 +162,7 @@ class Step:
         if context is not None:
             newest = context[torch.arange(len(rows), device=rows.device), num_accepted]
             state.anchor_context[rows] = torch.where(active[:, None], newest, state.anchor_context[rows])
-        return torch.cat([run, count[:, None], num_accepted[:, None], status[:, None]], dim=1)
+        return torch.cat([run, torch.stack([count, tested, num_accepted, status], dim=1)], dim=1)
 
 
 def _places(

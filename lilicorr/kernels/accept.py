@@ -20,6 +20,7 @@ from lilicorr.kernels.language import ceil_div, jit, next_power, tl
 from lilicorr.verify import ACCEPT_TEST, DRAW_TILE, MIN_RESIDUAL, TARGET_DRAW, Sampling, last_kept, verify
 
 TILES = 8  # tiles of one program of the first pass
+MAX_OWN = 64  # ids of a slot's law: the kernels' loops over them are unrolled
 
 
 @jit
@@ -225,7 +226,7 @@ def accept_triton(proposal: Proposal, target_logits: Tensor, sampling: Sampling)
     sampled, filtered = sampling.any_sampled, sampling.any_sampled and sampling.any_filtered
     probs, support_ids, num_own = proposal.probs, proposal.support_ids, 0
     if sampled and probs is not None:
-        assert support_ids is not None, "a proposal with dense probabilities has no kernel"
+        assert has_kernel(proposal, sampling), f"no kernel for a law of {probs.shape[2]} ids a slot"
         probs, support_ids, num_own = probs.contiguous(), support_ids.contiguous(), probs.shape[2]
     num_tiles, num_rows = ceil_div(num_ids, DRAW_TILE), num_blocks * num_queries
     temperatures, last = sampling.temperature.float(), last_kept(target_logits, sampling) if filtered else None
@@ -264,12 +265,19 @@ def accept_triton(proposal: Proposal, target_logits: Tensor, sampling: Sampling)
     return verdict
 
 
+def has_kernel(proposal: Proposal, sampling: Sampling) -> bool:
+    """Whether `accept_triton` takes the proposal: greedy, a point mass, or a law of at most `MAX_OWN` ids a slot."""
+    if proposal.probs is None or not sampling.any_sampled:
+        return True
+    return proposal.support_ids is not None and proposal.probs.shape[2] <= MAX_OWN
+
+
 def accept(proposal: Proposal, target_logits: Tensor, sampling: Sampling) -> Verdict:
     """The verdict of `verify`, which see for shapes and meaning.
 
-    On a GPU a sparse proposal's ids must differ within a slot and hold the drafted token. Only a proposal with dense
-    probabilities, whose residual needs the whole law, is verified by the reference everywhere.
+    On a GPU a sparse proposal's ids must differ within a slot and hold the drafted token. Only a proposal with
+    probabilities of more than `MAX_OWN` ids a slot, whose residual needs much of the law, is verified by the reference
+    everywhere.
     """
-    dense = proposal.probs is not None and proposal.support_ids is None and sampling.any_sampled
-    version = accept_triton if target_logits.is_cuda and not dense else verify
+    version = accept_triton if target_logits.is_cuda and has_kernel(proposal, sampling) else verify
     return version(proposal, target_logits, sampling)

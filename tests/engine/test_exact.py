@@ -133,9 +133,10 @@ def test_proposals_that_end_early(long_requests: tuple) -> None:
     for request in requests:
         assert answer_of(chunks[request.id]) == expected[request.id]
         position = len(request.prompt_ids) + 1
-        for run in runs_of(chunks[request.id])[1:-1]:
-            assert len(run) == position % 16 + 1
-            position += len(run)
+        for chunk in chunks[request.id][1:-1]:
+            assert len(chunk.token_ids) == position % 16 + 1
+            assert (chunk.num_drafted, chunk.num_accepted) == (position % 16, position % 16)
+            position += len(chunk.token_ids)
 
 
 @pytest.mark.parametrize("head", HEADS)

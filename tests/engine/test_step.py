@@ -49,7 +49,7 @@ def test_rows_that_are_not_active_change_nothing(head: str | None) -> None:
         engine.state.leave(row)
     before = snapshot(engine)
     output = engine._step.decode(torch.tensor([0, 2, dummy, dummy]), 4, Mix())
-    assert output[:, -3].tolist() == [0, 0, 0, 0]
+    assert output[:, -4].tolist() == [0, 0, 0, 0]
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(engine), strict=True))
 
 

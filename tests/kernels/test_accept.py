@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lilicorr.blocks import Proposal, Verdict
-from lilicorr.kernels.accept import accept, accept_triton
+from lilicorr.kernels.accept import MAX_OWN, accept, accept_triton
 from lilicorr.verify import DRAW_TILE, PROPOSAL_DRAW, Sampling, draw, uniform, verify
 
 NUM_ROWS, NUM_SLOTS = 6, 2
@@ -127,10 +127,16 @@ def test_a_vanishing_residual_falls_back_to_the_target(device: str):
     assert not verdict.num_accepted.any() and set(verdict.next_ids.tolist()) == {5, vocab - 1}
 
 
-def test_dense_proposals_have_the_reference_only(device: str):
-    logits, sampling = make_logits(7, device), make_sampling(device)
-    q = logits[:, :-1].softmax(-1)
-    proposal = Proposal(logits[:, :-1].argmax(-1), q)
+@pytest.mark.parametrize("own_ids", [None, MAX_OWN + 1])
+def test_laws_of_many_ids_have_the_reference_only(device: str, own_ids: int | None):
+    vocab = MAX_OWN + 9
+    logits, sampling = make_logits(vocab, device), make_sampling(device)
+    if own_ids is None:
+        proposal = Proposal(logits[:, :-1].argmax(-1), logits[:, :-1].softmax(-1))
+    else:
+        proposal = drawn_proposal(logits, sampling, own_ids)
     assert_same(accept(proposal, logits, sampling), verify(proposal, logits, sampling))
-    with pytest.raises(AssertionError, match="dense"):
+    with pytest.raises(AssertionError, match="no kernel for a law of"):
         accept_triton(proposal, logits, sampling)
+    greedy = Sampling.greedy(len(logits), device)  # asks for no law
+    assert_same(accept_triton(proposal, logits, greedy), verify(proposal, logits, greedy))
