@@ -106,7 +106,8 @@ def first_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def dry_setup() -> Setup:
     """A random tiny target with an untrained draft model for every head."""
-    target = load_target(TargetConfig(source="random"), layer_ids=default_layer_ids(2, 1))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = load_target(TargetConfig(source="random"), device, default_layer_ids(2, 1))
     config = DrafterConfig(num_layers=2, block_size=4, num_candidates=4, num_captured_layers=1)
     shape = drafter_shape(config, target.config)
     torch.manual_seed(0)

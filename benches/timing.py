@@ -42,6 +42,10 @@ class RowFile:
         return row
 
 
+def nothing() -> None:
+    """What a call needs before it where nothing has to be set back."""
+
+
 def capture(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """`run` as a CUDA graph, and what it returned: tensors that every replay writes again."""
     side = torch.cuda.Stream()
@@ -55,7 +59,7 @@ def capture(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, result
 
 
-def device_times(run: Callable[[], Any], repeats: int, reset: Callable[[], Any] | None = None) -> list[float]:
+def device_times(run: Callable[[], Any], repeats: int, reset: Callable[[], None] = nothing) -> list[float]:
     """Microseconds of each call between two device events, over caches that hold something else.
 
     `run` starts work on the GPU: the replay of a graph, or calls one by one, which then wait for the host as they do
@@ -64,8 +68,7 @@ def device_times(run: Callable[[], Any], repeats: int, reset: Callable[[], Any] 
     cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
     times = []
     for _ in range(WARM_UP + repeats):
-        if reset is not None:
-            reset()
+        reset()
         cold.zero_()
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -77,12 +80,11 @@ def device_times(run: Callable[[], Any], repeats: int, reset: Callable[[], Any] 
     return times[WARM_UP:]
 
 
-def host_times(run: Callable[[], Any], repeats: int, reset: Callable[[], Any] | None = None) -> list[float]:
+def host_times(run: Callable[[], Any], repeats: int, reset: Callable[[], None] = nothing) -> list[float]:
     """Microseconds of each call on the CPU, after one that does not count; `reset` as in `device_times`."""
     times = []
     for _ in range(repeats + 1):
-        if reset is not None:
-            reset()
+        reset()
         start = time.perf_counter()
         run()
         times.append(1e6 * (time.perf_counter() - start))
