@@ -73,14 +73,17 @@ def random_target(size: ModelSize, device: str, dtype: torch.dtype, max_length: 
     return Target(model, tokenizer=None, layer_ids=layer_ids, mask_token_id=size.vocab_size - 1)
 
 
-def random_draft_model(size: ModelSize, target: Target, head: str, dtype: torch.dtype) -> DraftModel:
-    """A fresh draft model for `target` on its device, in the head's usual layout."""
+def random_draft_model(size: ModelSize, target: Target, head: str, dtype: torch.dtype | None) -> DraftModel:
+    """A fresh draft model for `target` on its device, in the head's usual layout.
+
+    Without `dtype` it is to be trained: in fp32, over the target's tables as they are.
+    """
     spec = block_spec(size.drafter, target.config, target.mask_token_id, HEADS[head].layouts[0])
     torch.manual_seed(1)
     with torch.device(target.device):
         shape = drafter_shape(size.drafter, target.config)
         model = build_draft_model(shape, spec, head, size.heads.get(head, {}), target)
-    return model.to(dtype).eval()
+    return model if dtype is None else model.to(dtype).eval()
 
 
 def here() -> tuple[str, torch.dtype]:
