@@ -241,7 +241,7 @@ def bench(dry: bool, file: RowFile) -> None:
             for make in (vocabulary_cases, lattice_cases, layer_cases):
                 for case in make(size, concurrency, device):
                     for row in measure(case, on_gpu, repeats):
-                        row = file.add({"geometry": size.name, "concurrency": concurrency, **row})
+                        row = file.add({"kind": "kernel", "geometry": size.name, "concurrency": concurrency, **row})
                         print(line(row), flush=True)
 
 
