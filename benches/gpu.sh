@@ -52,7 +52,7 @@ bench() {
 
 parity=(tests/kernels -m "not slow")
 [ ${#dry[@]} -eq 0 ] || parity=(tests/kernels/test_language.py tests/kernels/test_topk_lse.py -m "not slow")
-part parity 90 "$PYTHON" -m pytest -q -x "${parity[@]}"
+part parity 90 "$PYTHON" -m pytest -q -p no:cacheprovider "${parity[@]}"
 bench kernels 60 kernels
 bench head_latency_8b 55 head_latency --geometry 8b
 bench head_latency_4b 45 head_latency --geometry 4b

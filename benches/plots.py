@@ -19,6 +19,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 from benches.head_latency import BLOCK, STAGES
 from lilicorr.plots import COLOURS
@@ -74,12 +75,12 @@ def kernel_shares(rows: list[Row]) -> Figure | None:
 
 
 def stacked_stages(rows: list[Row]) -> Figure | None:
-    """A bar of stages for each head, a panel for each geometry and number of rows; what the step takes besides on top."""
+    """A bar of stages for each head and a mark for its whole block, a panel for each geometry and number of rows."""
     rows = of_kind(rows, "head_latency")
     panels = sorted({(row["geometry"], row["concurrency"]) for row in rows})
     if not rows:
         return None
-    figure = Figure(figsize=(3.4 * len(panels), 4.2), layout="constrained")
+    figure = Figure(figsize=(3.4 * len(panels) + 1.5, 4.2), layout="constrained")
     for axes, (geometry, count) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
         here = [row for row in rows if (row["geometry"], row["concurrency"]) == (geometry, count)]
         heads = list(dict.fromkeys(row["head"] for row in here))
@@ -93,6 +94,7 @@ def stacked_stages(rows: list[Row]) -> Figure | None:
         floors = [row["floor_us"] for row in here if row["stage"] == BLOCK and row["floor_us"]]
         if floors:
             axes.axhline(min(floors) / 1000, color="black", linestyle=":", linewidth=0.8, label="floor")
+        axes.tick_params(axis="x", labelsize="small")
         axes.set_title(f"{geometry}, {count} rows")
         axes.set_ylabel("ms per block")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -123,6 +125,7 @@ def _rates(axes: Axes, rows: list[Row], field: str) -> None:
         counts, colour = [row["concurrency"] for row in line], COLOURS[index % len(COLOURS)]
         axes.errorbar(counts, values[0], errors, marker="o", capsize=2, color=colour, label=f"{system} ({source})")
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("requests at once")
     axes.set_ylim(bottom=0)
 
