@@ -53,8 +53,8 @@ PROFILES = Path(__file__).resolve().parents[1] / "pipelines" / "profiles"
 TRANSFORMERS, AUTOREGRESSIVE = "transformers", "autoregressive"
 EXACT_DTYPES = (torch.float32, torch.float64)
 CONCURRENCIES, DRY_CONCURRENCIES = (1, 2, 4, 8, 16, 32), (1, 2)
-GEOMETRY_CONCURRENCIES, GEOMETRY_HEADS, GEOMETRY_ROUNDS = (1, 8, 32), ("argmax", "lilicorr"), 3
-GEOMETRY_PROMPT, GEOMETRY_NEW = 256, 64  # tokens
+GEOMETRY_CONCURRENCIES, GEOMETRY_HEADS, GEOMETRY_ROUNDS = (1, 8, 32), ("argmax", "lilicorr"), 2
+GEOMETRY_PROMPT, GEOMETRY_NEW = 256, 48  # tokens
 
 
 @dataclass(frozen=True)

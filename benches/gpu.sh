@@ -52,11 +52,11 @@ bench() {
 
 parity=(tests/kernels -m "not slow")
 [ ${#dry[@]} -eq 0 ] || parity=(tests/kernels/test_language.py tests/kernels/test_topk_lse.py -m "not slow")
-part parity 90 "$PYTHON" -m pytest -q -p no:cacheprovider "${parity[@]}"
-bench kernels 60 kernels
+part parity 80 "$PYTHON" -m pytest -q -p no:cacheprovider "${parity[@]}"
+bench kernels 55 kernels
 bench head_latency_8b 55 head_latency --geometry 8b
 bench head_latency_4b 45 head_latency --geometry 4b
-bench decode 50 decode --geometry 8b
+bench decode 65 decode --geometry 8b
 bench train_step 45 train_step --geometry 8b
 part plots 15 "$PYTHON" -m benches.plots "$out"
 
