@@ -1,11 +1,17 @@
 """Tokens per second and tau of the engine at 1 to 32 requests at once, with transformers' own decoding beside it.
 
     python -m benches.decode --profile demo [--run-dir runs] [--checkpoint FOLDER ...] [--output FILE] [--dry]
+    python -m benches.decode --geometry 8b [--output FILE] [--dry]
 
 Systems: `transformers` (`generate`, one prompt after the other), `autoregressive` and every draft model through the
 engine. Draft models are those of the profile's trained runs, or the given checkpoint folders; with `--dry` there is a
 random tiny target with untrained heads, which shows that everything runs and nothing about speed. Prompts are the
 run's held-out ones; all systems decode the same, greedily, up to the same number of new tokens.
+
+With `--geometry` target and draft models have a real size and random weights in bf16, the systems are autoregression,
+DFlash and LiLiCorr at 1, 8 and 32 requests, and as many random prompts of 256 tokens are decoded as there are requests
+at once; their prefill counts. Nothing drafted by such weights is right but by chance: `blocks_per_s` is the figure,
+which times a real tau gives tokens.
 
 First every system's answers must equal those of `generate` (in fp32 and fp64; RuntimeError). Then, round by round, so
 that a disturbance meets all alike, every system decodes all prompts at every concurrency. `tokens_per_s` is by the
@@ -20,9 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +35,8 @@ from typing import Any
 
 import torch
 
+from benches.geometry import SIZES, TOY, ModelSize, here, random_draft_model, random_target
+from benches.timing import RowFile, device_name
 from lilicorr.chat import render_prompt
 from lilicorr.checkpoint import load_draft_model
 from lilicorr.config import DrafterConfig, EngineConfig, PipelineConfig, TargetConfig, load_profile
@@ -41,13 +47,14 @@ from lilicorr.engine.engine import Engine
 from lilicorr.engine.pages import num_pages_for
 from lilicorr.heads import HEADS
 from lilicorr.prompts import read_conversations
-from lilicorr.provenance import provenance
 from lilicorr.target import Target, default_layer_ids, load_target
 
 PROFILES = Path(__file__).resolve().parents[1] / "pipelines" / "profiles"
 TRANSFORMERS, AUTOREGRESSIVE = "transformers", "autoregressive"
 EXACT_DTYPES = (torch.float32, torch.float64)
 CONCURRENCIES, DRY_CONCURRENCIES = (1, 2, 4, 8, 16, 32), (1, 2)
+GEOMETRY_CONCURRENCIES, GEOMETRY_HEADS, GEOMETRY_ROUNDS = (1, 8, 32), ("argmax", "lilicorr"), 2
+GEOMETRY_PROMPT, GEOMETRY_NEW = 256, 48  # tokens
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,11 @@ class Setup:
     params: SamplingParams
     concurrencies: tuple[int, ...]
     rounds: int
+    one_wave: bool = False  # as many prompts as requests at once, else all prompts always; then without `generate`
+
+    def prompts_at(self, concurrency: int) -> list[list[int]]:
+        """What a system decodes at this concurrency."""
+        return self.prompts[:concurrency] if self.one_wave else self.prompts
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,7 @@ class Run:
     seconds: float
     cpu_seconds: float
     tau: float | None
+    num_blocks: int | None = None
 
 
 def load_setup(arguments: argparse.Namespace) -> Setup:
@@ -106,7 +119,8 @@ def first_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def dry_setup() -> Setup:
     """A random tiny target with an untrained draft model for every head."""
-    target = load_target(TargetConfig(source="random"), layer_ids=default_layer_ids(2, 1))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = load_target(TargetConfig(source="random"), device, default_layer_ids(2, 1))
     config = DrafterConfig(num_layers=2, block_size=4, num_candidates=4, num_captured_layers=1)
     shape = drafter_shape(config, target.config)
     torch.manual_seed(0)
@@ -119,14 +133,27 @@ def dry_setup() -> Setup:
     return Setup(target, draft_models, prompts, SamplingParams(12, stop_ids=target.eos_ids), DRY_CONCURRENCIES, 2)
 
 
-def timed(decode: Callable[[], tuple[list[list[int]], float | None]]) -> Run:
+def geometry_setup(size: ModelSize) -> Setup:
+    """A random target of a real size with fresh draft models, and random prompts that nothing stops."""
+    device, dtype = here()
+    target = random_target(size, device, dtype)
+    draft_models = {head: random_draft_model(size, target, head, dtype) for head in GEOMETRY_HEADS}
+    real = size is not TOY
+    length, num_new = (GEOMETRY_PROMPT, GEOMETRY_NEW) if real else (20, 8)
+    concurrencies = GEOMETRY_CONCURRENCIES if real else DRY_CONCURRENCIES
+    rng = random.Random(0)
+    prompts = [[rng.randrange(size.vocab_size) for _ in range(length)] for _ in range(concurrencies[-1])]
+    return Setup(target, draft_models, prompts, SamplingParams(num_new), concurrencies, GEOMETRY_ROUNDS, one_wave=True)
+
+
+def timed(decode: Callable[[], tuple[list[list[int]], float | None, int | None]]) -> Run:
     """Run and time."""
     began, cpu_began = time.perf_counter(), time.process_time()
-    answers, tau = decode()
-    return Run(answers, time.perf_counter() - began, time.process_time() - cpu_began, tau)
+    answers, tau, num_blocks = decode()
+    return Run(answers, time.perf_counter() - began, time.process_time() - cpu_began, tau, num_blocks)
 
 
-def by_transformers(setup: Setup) -> tuple[list[list[int]], None]:
+def by_transformers(setup: Setup) -> tuple[list[list[int]], None, None]:
     """`generate`, prompt after prompt; answers end with their stop token."""
     model, answers = setup.target.model, []
     for prompt in setup.prompts:
@@ -140,14 +167,15 @@ def by_transformers(setup: Setup) -> tuple[list[list[int]], None]:
             pad_token_id=0,
         )
         answers.append(output[0, len(prompt) :].tolist())
-    return answers, None
+    return answers, None, None
 
 
-def by_engine(engine: Engine, setup: Setup) -> tuple[list[list[int]], float]:
-    """All prompts through the engine, at most `max_running` at once."""
-    decoded = engine.generate(setup.prompts, setup.params)
-    tau = sum(d.num_block_tokens for d in decoded) / max(1, sum(d.num_blocks for d in decoded))
-    return [d.token_ids for d in decoded], tau
+def by_engine(engine: Engine, setup: Setup) -> tuple[list[list[int]], float, int]:
+    """The prompts through the engine, at most `max_running` at once."""
+    decoded = engine.generate(setup.prompts_at(engine.config.max_running), setup.params)
+    num_blocks = sum(d.num_blocks for d in decoded)
+    tau = sum(d.num_block_tokens for d in decoded) / max(1, num_blocks)
+    return [d.token_ids for d in decoded], tau, num_blocks
 
 
 def make_engine(setup: Setup, draft_model: DraftModel | None, concurrency: int) -> Engine:
@@ -163,7 +191,9 @@ def make_engine(setup: Setup, draft_model: DraftModel | None, concurrency: int) 
 
 def systems(setup: Setup) -> dict[tuple[str, int], Callable[[], Run]]:
     """What to run, by system and concurrency."""
-    runs: dict[tuple[str, int], Callable[[], Run]] = {(TRANSFORMERS, 1): lambda: timed(lambda: by_transformers(setup))}
+    runs: dict[tuple[str, int], Callable[[], Run]] = {}
+    if not setup.one_wave:
+        runs[TRANSFORMERS, 1] = lambda: timed(lambda: by_transformers(setup))
     for name, draft_model in {AUTOREGRESSIVE: None, **setup.draft_models}.items():
         for concurrency in setup.concurrencies:
             engine = make_engine(setup, draft_model, concurrency)
@@ -172,11 +202,18 @@ def systems(setup: Setup) -> dict[tuple[str, int], Callable[[], Run]]:
 
 
 def check(setup: Setup, runs: dict[tuple[str, int], Callable[[], Run]]) -> None:
-    """Every system once: warms it up, and raises RuntimeError where its answers are not those of `generate`."""
-    expected = runs[TRANSFORMERS, 1]().answers
+    """Every system once: warms it up, and raises RuntimeError where its answers are not those of `generate`.
+
+    With random weights of a real size the toy ones are compared instead, on the same device.
+    """
+    if setup.one_wave:
+        toy = dry_setup()
+        check(toy, systems(toy))
+    exact = setup.target.embed.dtype in EXACT_DTYPES and not setup.one_wave
+    expected = runs[TRANSFORMERS, 1]().answers if exact else []
     for (name, concurrency), run in runs.items():
         answers = run().answers
-        if setup.target.embed.dtype in EXACT_DTYPES and answers != expected:
+        if exact and answers != expected:
             index = next(i for i, pair in enumerate(zip(answers, expected)) if pair[0] != pair[1])
             raise RuntimeError(f"{name} at {concurrency} answers prompt {index} differently from generate")
 
@@ -196,7 +233,7 @@ def measure(setup: Setup) -> list[dict[str, Any]]:
             results[key].append(run())
     rows = []
     for (name, concurrency), of_one in results.items():
-        num_tokens = sum(len(answer) for answer in of_one[0].answers)
+        num_tokens, blocks = sum(len(answer) for answer in of_one[0].answers), of_one[0].num_blocks
         rows.append(
             {
                 "kind": "decode",
@@ -204,8 +241,9 @@ def measure(setup: Setup) -> list[dict[str, Any]]:
                 "concurrency": concurrency,
                 "tokens_per_s": spread([num_tokens / run.seconds for run in of_one]),
                 "tokens_per_cpu_s": spread([num_tokens / run.cpu_seconds for run in of_one]),
+                "blocks_per_s": spread([run.num_blocks / run.seconds for run in of_one]) if blocks else None,
                 "tau": of_one[0].tau,
-                "num_prompts": len(setup.prompts),
+                "num_prompts": len(of_one[0].answers),
                 "num_tokens": num_tokens,
                 "rounds": setup.rounds,
             }
@@ -269,6 +307,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", default="demo")
+    parser.add_argument("--geometry", choices=SIZES, help="random weights of this size, whatever the profile")
     parser.add_argument("--run-dir", default="runs", help="where the profile was trained")
     parser.add_argument(
         "--checkpoint", type=Path, action="append", default=[], help="a draft model's folder; repeatable"
@@ -282,19 +321,22 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    setup = dry_setup() if arguments.dry else load_setup(arguments)
+    size = None
+    if arguments.geometry:
+        size = TOY if arguments.dry else SIZES[arguments.geometry]
+        setup = geometry_setup(size)
+    else:
+        setup = dry_setup() if arguments.dry else load_setup(arguments)
+    settings = vars(arguments) | {"output": None, "checkpoint": [str(path) for path in arguments.checkpoint]}
+    file = RowFile(arguments.output, settings, threads=torch.get_num_threads())
     rows = measure(setup)
-    if setup.target.device.type == "cpu":
+    if setup.target.device.type == "cpu" and not setup.one_wave:
         rows += stage_rows(setup)
     print_rows(rows)
-    if arguments.output is not None:
-        settings = vars(arguments) | {"output": None, "checkpoint": [str(path) for path in arguments.checkpoint]}
-        command = shlex.join(["python", "-m", "benches.decode", *sys.argv[1:]])
-        made = provenance(settings, command=command, threads=torch.get_num_threads())
-        profile = None if arguments.dry else arguments.profile
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.output.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"profile": profile, **row, "provenance": made}) + "\n" for row in rows)
+    where = {"profile": None if arguments.dry or arguments.geometry else arguments.profile}
+    where |= {"geometry": size.name if size else None, "device": device_name()}
+    for row in rows:
+        file.add({**where, **row})
 
 
 if __name__ == "__main__":

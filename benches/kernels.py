@@ -14,12 +14,8 @@ Place in the flow: docs/serving.md explains the kernels; `kernels.jsonl` has one
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +25,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from benches.timing import RowFile, capture, device_name, device_times, floor_us, host_times, summary
 from lilicorr.blocks import Proposal, Verdict
 from lilicorr.kernels.accept import accept_triton
 from lilicorr.kernels.attention import paged_attention_reference, paged_attention_triton
@@ -37,14 +34,10 @@ from lilicorr.kernels.nodes import NodeWeights, build_nodes_reference, build_nod
 from lilicorr.kernels.norm_rope import norm_rope_reference, norm_rope_triton, rope_tables
 from lilicorr.kernels.topk_lse import topk_lse_reference, topk_lse_triton
 from lilicorr.lattice import build_lattice
-from lilicorr.provenance import provenance
 from lilicorr.verify import Sampling, verify
 
 PAGE_SIZE, LOGIT_SCALE, VECTOR_EPS = 64, 8.0, 1e-6
-# Bytes and bf16 operations per second, from the makers' data sheets; the key is part of the device's name.
-CARDS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100": (2.0e12, 312e12)}
-WARM_UP, REPEATS, DRY_REPEATS = 5, 50, 3
-COLD_BYTES = 256 << 20  # more than any card's last cache
+REPEATS, DRY_REPEATS = 50, 3
 
 
 @dataclass(frozen=True)
@@ -219,55 +212,6 @@ def check(case: Case) -> None:
             assert torch.equal(found, expected), f"{case.name}: integers differ from the reference's"
 
 
-def device_times(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Microseconds of each replay of `run`'s graph, over caches that hold something else."""
-    cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()  # compiles and allocates outside the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(WARM_UP + repeats):
-        cold.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end))
-    return times[WARM_UP:]
-
-
-def host_times(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Microseconds of each call on the CPU, after one that does not count."""
-    run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(1e6 * (time.perf_counter() - start))
-    return times
-
-
-def summary(times: list[float]) -> dict[str, float]:
-    """Median and the 10th and 90th percentile."""
-    ordered = sorted(times)
-    low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
-    return {"median_us": statistics.median(times), "p10_us": low, "p90_us": high, "repeats": len(times)}
-
-
-def card() -> tuple[str, float, float]:
-    """Name, bytes per second and operations per second of the GPU."""
-    name = torch.cuda.get_device_name()
-    for key, (bandwidth, arithmetic) in CARDS.items():
-        if key in name:
-            return name, bandwidth, arithmetic
-    raise ValueError(f"the floor of {name!r} is not known; add it to CARDS beside {', '.join(CARDS)}")
-
-
 def measure(case: Case, on_gpu: bool, repeats: int) -> list[dict[str, Any]]:
     """The rows of one case: the kernel on a GPU, or the reference and the interpreted kernel on a CPU."""
     check(case)
@@ -275,20 +219,19 @@ def measure(case: Case, on_gpu: bool, repeats: int) -> list[dict[str, Any]]:
     if not on_gpu:
         versions = {"reference": case.reference, "interpreted": case.run}
         return [{**work, "version": name, **summary(host_times(run, repeats))} for name, run in versions.items()]
-    device, bandwidth, arithmetic = card()
-    floor = 1e6 * max(case.num_bytes / bandwidth, case.num_operations / arithmetic)
-    times = summary(device_times(case.run, repeats))
+    floor = floor_us(case.num_bytes, case.num_operations)
+    graph, _ = capture(case.run)
+    times = summary(device_times(graph.replay, repeats))
     share = {"floor_us": floor, "share_of_floor": floor / times["median_us"]}
-    return [{**work, "version": "triton", "device": device, **times, **share}]
+    return [{**work, "version": "triton", "device": device_name(), **times, **share}]
 
 
-def bench(dry: bool) -> list[dict[str, Any]]:
-    """All measurements; prints each as it comes."""
+def bench(dry: bool, file: RowFile) -> None:
+    """All measurements; writes and prints each as it comes."""
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not dry:
         raise ValueError("no GPU here: the kernels are timed on one; --dry runs them anywhere at a toy size")
     device, repeats = ("cuda" if on_gpu else "cpu"), DRY_REPEATS if dry else REPEATS
-    rows = []
     print(
         f"{'geometry':10}{'c':>4}  {'kernel':20}{'version':12}{'median us':>11}{'p10':>10}{'p90':>10}{'of floor':>10}"
     )
@@ -298,9 +241,8 @@ def bench(dry: bool) -> list[dict[str, Any]]:
             for make in (vocabulary_cases, lattice_cases, layer_cases):
                 for case in make(size, concurrency, device):
                     for row in measure(case, on_gpu, repeats):
-                        rows.append({"geometry": size.name, "concurrency": concurrency, **row})
-                        print(line(rows[-1]), flush=True)
-    return rows
+                        row = file.add({"kind": "kernel", "geometry": size.name, "concurrency": concurrency, **row})
+                        print(line(row), flush=True)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -320,12 +262,7 @@ def main() -> None:
         command = [sys.executable, "-m", "benches.kernels", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, "TRITON_INTERPRET": "1"})
     with torch.no_grad(), numpy.errstate(divide="ignore"):  # NumPy, the interpreter's, warns of log(0)
-        rows = bench(arguments.dry)
-    if arguments.output is not None:
-        made = provenance(command=shlex.join(["python", "-m", "benches.kernels", *sys.argv[1:]]))
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.output.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({**row, "provenance": made}) + "\n" for row in rows)
+        bench(arguments.dry, RowFile(arguments.output))
 
 
 if __name__ == "__main__":

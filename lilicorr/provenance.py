@@ -32,7 +32,7 @@ def provenance(config: Any = None, **extra: Any) -> dict[str, Any]:
     """
     commit, dirty = source_version(Path(__file__).resolve().parents[1])
     record: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command_line(),
         "commit": commit,
         "dirty": dirty,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -43,6 +43,21 @@ def provenance(config: Any = None, **extra: Any) -> dict[str, Any]:
     if config is not None:
         record["config"] = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else config
     return {**record, **extra}
+
+
+def command_line() -> str:
+    """The command that started this process, without paths of this machine in front of its arguments.
+
+    A module is `python -m name`; a script of the checkout stands relative to it, any other one by its file name.
+    """
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None:  # sys.argv[0] is then the module's file
+        return shlex.join(["python", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]])
+    script, root = sys.argv[0], Path(__file__).resolve().parents[1]
+    if os.path.isfile(script):
+        path = Path(script).resolve()
+        script = str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+    return shlex.join(["python", script, *sys.argv[1:]])
 
 
 def source_version(folder: Path) -> tuple[str | None, bool | None]:

@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from lilicorr.config import TargetConfig
 from lilicorr.provenance import (
+    command_line,
     provenance,
     sha256_file,
     sha256_tree,
@@ -33,6 +35,29 @@ def test_provenance_names_code_machine_and_config() -> None:
     assert record["command"] and record["date"].endswith("+00:00")
     assert "config" not in provenance()
     json.dumps(record, allow_nan=False)
+
+
+def test_the_command_has_no_path_of_this_machine(tmp_path: Path) -> None:
+    code = "from lilicorr.provenance import provenance\nprint(provenance()['command'])\n"
+    (tmp_path / "tool").mkdir()
+    for name in ("one.py", "__init__.py", "__main__.py"):
+        (tmp_path / "tool" / name).write_text("" if name == "__init__.py" else code)
+    root = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(tmp_path)])}
+
+    def command(*arguments: str) -> str:
+        words = [sys.executable, *arguments, "--name", "a b"]
+        return subprocess.run(words, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert command("-m", "tool.one") == "python -m tool.one --name 'a b'"
+    assert command("-m", "tool") == "python -m tool --name 'a b'"
+    assert command(str(tmp_path / "tool" / "one.py")) == "python one.py --name 'a b'"
+
+
+def test_a_script_of_the_checkout_stands_relative_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", [str(Path(__file__).resolve()), "--dry"])
+    assert command_line() == "python tests/test_provenance.py --dry"
 
 
 def test_source_version_of_a_checkout(tmp_path: Path) -> None:

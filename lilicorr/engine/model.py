@@ -181,7 +181,12 @@ class PagedDrafter:
         return self.draft_model.head
 
     def draft(self, anchor_ids: Tensor, anchor_context: Tensor, places: Places) -> DraftOutput:
-        """One block per row over its context: anchor_ids [N], anchor_context [N, H], places of B positions each.
+        """One block per row over its context: anchor_ids [N], anchor_context [N, H], places of B positions each."""
+        hidden, valid = self.backbone(anchor_ids, places), torch.ones_like(anchor_ids, dtype=torch.bool)
+        return self.draft_model.draft_output(anchor_ids, hidden, anchor_context, valid)
+
+    def backbone(self, anchor_ids: Tensor, places: Places) -> Tensor:
+        """The slots' states [N, S, H], the input of lm_head, of `draft`'s blocks.
 
         The block's own keys and values go to the places behind the context, where the context's own will stand.
         """
@@ -191,8 +196,7 @@ class PagedDrafter:
         x = embedding(block_ids, model.embed).to(self.dtype)
         for layer in self.layers:
             x = layer.forward(x, places, self.rope, self.eps, causal=False)
-        hidden = rms_norm(x[:, -self.num_slots :], (x.shape[-1],), self.norm, self.eps)
-        return model.draft_output(anchor_ids, hidden, anchor_context, torch.ones_like(anchor_ids, dtype=torch.bool))
+        return rms_norm(x[:, -self.num_slots :], (x.shape[-1],), self.norm, self.eps)
 
     def append(self, features: Tensor, places: Places) -> Tensor:
         """Write the context of the target's features [N, Q, C * H] to the pages and return it, [N, Q, H]."""

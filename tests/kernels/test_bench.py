@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benches import kernels
+from benches.timing import summary
 
 
 def test_every_kernel_is_checked_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -38,5 +39,5 @@ def test_a_wrong_kernel_is_not_timed():
 
 
 def test_summary_of_times():
-    found = kernels.summary([float(value) for value in range(10, 0, -1)])
+    found = summary([float(value) for value in range(10, 0, -1)])
     assert found == {"median_us": 5.5, "p10_us": 2.0, "p90_us": 9.0, "repeats": 10}

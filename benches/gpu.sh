@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Everything that a short slot on one GPU should measure: kernel parity as compiled, and every bench at a real size.
+#
+#     benches/gpu.sh OUT [--dry]
+#
+# Under 6 minutes on an H200. Nothing is installed; PYTHON names the interpreter (default: .venv/bin/python where there
+# is one, else python3). Every part has its own time limit in seconds; one that fails or runs out of it is reported, the
+# others go on, and the exit status is 1. OUT gets a .jsonl file and a .log of every part, and the pictures. --dry runs
+# all parts at a toy size, on a CPU too, where they show that everything runs and nothing about speed.
+set -uo pipefail
+
+usage() { sed -n '2,4p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] && [ $# -le 2 ] && [ "${1#-}" = "$1" ] || usage
+dry=()
+case "${2:-}" in "") ;; --dry) dry=(--dry) ;; *) usage ;; esac
+mkdir -p "$1" || exit 2
+out=$(cd "$1" && pwd)
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+[ -n "${PYTHON:-}" ] || { PYTHON=python3; [ -x .venv/bin/python ] && PYTHON=.venv/bin/python; }
+if [ ${#dry[@]} -eq 0 ]; then
+    unset TRITON_INTERPRET
+    "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+        { echo "no GPU here: --dry runs every part at a toy size" >&2; exit 2; }
+fi
+
+summary=()
+failed=0
+
+# part NAME SECONDS COMMAND...: run it with its output in OUT/NAME.log, and note how it ended.
+part() {
+    local name=$1 limit=$2 began=$SECONDS status=0
+    shift 2
+    echo "== $name" >&2
+    timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1 || status=$?
+    local state="ok"
+    [ $status -eq 124 ] || [ $status -eq 137 ] && state="cut off after ${limit} s"
+    [ "$state" = ok ] && [ $status -ne 0 ] && state="failed, status $status"
+    if [ "$state" != ok ]; then
+        failed=1
+        tail -n 5 "$out/$name.log" >&2
+    fi
+    summary+=("$(printf '%-18s %4d s  %s' "$name" $((SECONDS - began)) "$state")")
+}
+
+# bench NAME SECONDS MODULE ARGUMENTS...: a bench whose rows go to OUT/NAME.jsonl.
+bench() {
+    local name=$1 limit=$2 module=$3
+    shift 3
+    part "$name" "$limit" "$PYTHON" -m "benches.$module" --output "$out/$name.jsonl" "$@" ${dry[@]+"${dry[@]}"}
+}
+
+parity=(tests/kernels -m "not slow")
+[ ${#dry[@]} -eq 0 ] || parity=(tests/kernels/test_language.py tests/kernels/test_topk_lse.py -m "not slow")
+part parity 80 "$PYTHON" -m pytest -q -p no:cacheprovider "${parity[@]}"
+bench kernels 55 kernels
+bench head_latency_8b 55 head_latency --geometry 8b
+bench head_latency_4b 45 head_latency --geometry 4b
+bench decode 65 decode --geometry 8b
+bench train_step 45 train_step --geometry 8b
+part plots 15 "$PYTHON" -m benches.plots "$out"
+
+cat "$out/plots.log"
+printf '%s\n' "${summary[@]}"
+exit $failed
