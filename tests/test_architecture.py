@@ -226,3 +226,9 @@ def test_files_and_functions_stay_short(path: Path) -> None:
 def test_folders_are_at_most_two_deep() -> None:
     for module in LILICORR:
         assert module.count(".") <= 1, f"lilicorr.{module} lies too deep"
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Without packages, pytest cannot collect two files of one name."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))

@@ -200,7 +200,10 @@ def test_a_run_goes_on_from_its_newest_state(
     ("changes", "message"),
     [
         ({"runs": {}}, "train.runs is empty"),
-        ({"runs": {"a": RunConfig(head="medusa", steps=1)}}, "train.runs.a.head must be one of argmax, lilicorr"),
+        (
+            {"runs": {"a": RunConfig(head="medusa", steps=1)}},
+            "train.runs.a.head must be one of argmax, domino, dspark, lilicorr",
+        ),
         ({"runs": {"a": RunConfig()}}, "exactly one of epochs and steps"),
         ({"runs": {"a": RunConfig(head="argmax", steps=1, start_from="b")}}, "there is none.*got 'b'"),
         ({"runs": {"a": RunConfig(steps=1), "b": RunConfig(steps=1, start_from="b")}}, r"before it \(a\), got 'b'"),
