@@ -143,9 +143,7 @@ def run_sets(
         key = fingerprint(settings, identity, list(systems), [dataclasses.asdict(prompt) for prompt in prompts])
         before = previous.get("sets", {}).get(name, {}).get("fingerprint")
         if before not in (None, key):
-            logger.info(
-                "%s: measured before with other prompts, systems or settings (%s), again as %s", name, before, key
-            )
+            logger.info("%s: prompts, weights, code or settings changed (%s -> %s), measured again", name, before, key)
         if before == key:
             logger.info("%s: done before, kept", name)
             results["sets"][name] = previous["sets"][name]
