@@ -13,7 +13,10 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,23 @@ def run(config: PipelineConfig) -> dict[str, Any]:
 
     Raises ValueError for a set or system that does not exist, and as `lilicorr.evaluate.run_sets` does.
     """
+    with all_cores():
+        return measure_systems(config)
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Compute with a thread on every core: a Ray job's driver is given one, though nothing runs beside it here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure_systems(config: PipelineConfig) -> dict[str, Any]:
+    """Load prompts and models, measure greedily and for every seed, write and draw; `run` says what."""
     folder, settings = config.directory / "evaluate", config.evaluate
     prompts, facts = load_sets(config)
     described = json.loads((config.directory / "prepare" / "target.json").read_text(encoding="utf-8"))
