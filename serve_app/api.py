@@ -21,40 +21,25 @@ import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
-from transformers import PreTrainedTokenizerBase
 
 from lilicorr import chat
 from lilicorr.decode import SamplingParams
-from serve_app import replica
+from lilicorr.engine.request import Request as EngineRequest
 from serve_app.detokenize import TextStream
 from serve_app.protocol import ApiError, ChatRequest, parse_chat_request
-from serve_app.replica import QueueFullError, Replica, ReplicaDeadError, Ticket
+from serve_app.replica import DrainingError, QueueFullError, Replica, ReplicaDeadError, Ticket
+from serve_app.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """What the HTTP side knows of the model it answers for."""
-
-    name: str
-    tokenizer: PreTrainedTokenizerBase
-    token_table: list[bytes]  # of the tokenizer, see `detokenize.token_table`
-    template_kwargs: dict[str, Any]
-    stop_ids: tuple[int, ...]
-    max_model_len: int  # prompt and answer together
-    fingerprint: str  # changes with the weights
-    created: int  # unix time
 
 
 class Answer:
@@ -70,7 +55,7 @@ class Answer:
 
     async def deltas(self, ticket: Ticket) -> AsyncIterator[str]:
         """The answer's text, piece by piece; a stop string ends it. Raises ApiError (500) if decoding failed."""
-        async for chunk in ticket:
+        async for _, chunk in ticket:
             if chunk.error is not None:
                 raise ApiError(500, f"decoding failed: {chunk.error}", code="internal_error", kind="server_error")
             piece = self._text.push(chunk.token_ids)
@@ -80,7 +65,7 @@ class Answer:
             self.finish_reason = "stop" if piece.stopped else chunk.finish_reason
             yield piece.text if piece.stopped or self.finish_reason is None else piece.text + self._text.finish()
             if piece.stopped:
-                return
+                ticket.stop(chunk.request_id)
 
     def usage(self) -> dict[str, Any]:
         """Token counts of what was returned; the token that ended the answer is one of them.
@@ -91,7 +76,6 @@ class Answer:
             "prompt_tokens": self._num_prompt,
             "completion_tokens": self._num_tokens,
             "total_tokens": self._num_prompt + self._num_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self._num_accepted,
                 "rejected_prediction_tokens": self._num_drafted - self._num_accepted,
@@ -127,11 +111,16 @@ class Chat:
         prompt_ids = await self._render(wanted)
         params = self._sampling(wanted, len(prompt_ids))
         answer = Answer(prompt_ids, TextStream(self.model.token_table, wanted.stop))
-        ticket = self.replica.submit(replica.Request(f"chatcmpl-{uuid.uuid4().hex}", prompt_ids, params))
+        engine_request = EngineRequest(f"chatcmpl-{uuid.uuid4().hex}", prompt_ids, params)
+        try:
+            self.replica.check_request(engine_request)
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages", "invalid_value") from error
+        ticket, envelope = self.replica.submit([engine_request]), self._envelope(engine_request.id)
         if wanted.stream:
-            return EventStream(self._events(ticket, answer, wanted.include_usage), ticket)
+            return EventStream(self._events(ticket, envelope, answer, wanted.include_usage), ticket)
         with closing(ticket):
-            return await self._whole(request, ticket, answer)
+            return await self._whole(request, ticket, envelope, answer)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError (404) for any model but the one that is served."""
@@ -165,7 +154,7 @@ class Chat:
             stop_ids=self.model.stop_ids,
         )
 
-    async def _whole(self, request: Request, ticket: Ticket, answer: Answer) -> Response:
+    async def _whole(self, request: Request, ticket: Ticket, envelope: dict[str, Any], answer: Answer) -> Response:
         """The answer as one response; a client that goes away ends the decoding."""
 
         async def collect() -> str:
@@ -183,12 +172,14 @@ class Chat:
             leaving.cancel()
         message = {"role": "assistant", "content": text}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
-        body = self._envelope(ticket, "chat.completion") | {"choices": [choice], "usage": answer.usage()}
+        body = envelope | {"object": "chat.completion", "choices": [choice], "usage": answer.usage()}
         return JSONResponse(body)
 
-    async def _events(self, ticket: Ticket, answer: Answer, include_usage: bool) -> AsyncIterator[bytes]:
+    async def _events(
+        self, ticket: Ticket, envelope: dict[str, Any], answer: Answer, include_usage: bool
+    ) -> AsyncIterator[bytes]:
         """The answer as server-sent events: the role, the text as it comes, the reason, perhaps the counts."""
-        envelope = self._envelope(ticket, "chat.completion.chunk")
+        envelope = envelope | {"object": "chat.completion.chunk"}
 
         def event(delta: dict[str, str], finish_reason: str | None = None) -> bytes:
             choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
@@ -208,10 +199,9 @@ class Chat:
             ticket.close()
         yield b"data: [DONE]\n\n"
 
-    def _envelope(self, ticket: Ticket, kind: str) -> dict[str, Any]:
+    def _envelope(self, response_id: str) -> dict[str, Any]:
         return {
-            "id": ticket.request_id,
-            "object": kind,
+            "id": response_id,
             "created": int(time.time()),
             "model": self.model.name,
             "system_fingerprint": self.model.fingerprint,
@@ -273,8 +263,9 @@ def _handle_errors(app: FastAPI) -> None:
         headers = {"retry-after": str(RETRY_AFTER_S)}
         return answer(ApiError(429, str(error), None, "rate_limit_exceeded", "rate_limit_error", headers))
 
+    @app.exception_handler(DrainingError)
     @app.exception_handler(ReplicaDeadError)
-    async def dead(_request: Request, error: ReplicaDeadError) -> Response:
+    async def unavailable(_request: Request, error: Exception) -> Response:
         return answer(ApiError(503, str(error), None, "service_unavailable", "server_error"))
 
     @app.exception_handler(HTTPException)

@@ -1,4 +1,4 @@
-"""A decoder that answers with the user's own words, and the endpoint over it on a port of its own."""
+"""An engine that answers with the user's own words, and the endpoint over it on a port of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,12 +16,15 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
-from lilicorr.blocks import Proposal, Verdict
 from lilicorr.decode import SamplingParams
+from lilicorr.engine.engine import Counters
+from lilicorr.engine.pages import PagePool
+from lilicorr.engine.request import Request, TokenChunk
 from lilicorr.tiny import byte_tokenizer
-from serve_app.api import ServedModel, build_api
+from serve_app.api import build_api
 from serve_app.detokenize import token_table
-from serve_app.replica import ReferenceEngine, Replica
+from serve_app.replica import Replica
+from serve_app.served_model import ServedModel
 
 UNICODE = "ď 똻 👩‍👩‍👧 🙂🙂 漢字"
 CHAT = "/v1/chat/completions"
@@ -34,42 +39,100 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-class EchoDecoder:
+@dataclass
+class _Echo:
+    request: Request
+    answer: list[int]
+    num_sent: int = 0
+
+    @property
+    def num_to_prefill(self) -> int:
+        return len(self.request.prompt_ids)
+
+
+class EchoEngine:
     """Answers with the last user message, one byte per token, `block` tokens per block; then the end token.
 
-    A message BOOM fails, DIE breaks the device. `pace_s` is how long a block takes.
+    A message BOOM fails, DIE breaks the device, NEVER is refused by `check`, LATE by `submit` alone. `pace_s` is how
+    long a step takes. It has the attributes of the engine that a snapshot reads.
     """
 
-    def __init__(self, block: int = 4, pace_s: float = 0.0) -> None:
-        self.block, self.pace_s = block, pace_s
-        self.params: list[SamplingParams] = []
-        self.prompts: list[list[int]] = []
-        self.num_blocks = 0
-        self.num_open = 0
+    def __init__(self, block: int = 4, pace_s: float = 0.0, max_running: int = 2) -> None:
+        self.block, self.pace_s, self.max_running = block, pace_s, max_running
+        self.requests: list[Request] = []  # submitted ones
+        self.num_open = 0  # with a row
+        self.counters = Counters(accepted_at=max(NUM_SLOTS, block - 1) * [0])
+        self.pool = PagePool(10)
+        self.scheduler = SimpleNamespace(running=[], waiting=[], num_preemptions=0, num_cached_tokens=0)
 
-    def stream(
-        self, prompt_ids: list[int], params: SamplingParams, observe: Callable[[Any, Proposal, Verdict], None]
-    ) -> Iterator[list[int]]:
-        """As `lilicorr.decode.Decoder.stream`."""
-        self.params.append(params)
-        self.prompts.append(prompt_ids)
-        message = _last_user_message(prompt_ids)
-        if message == list(b"BOOM"):
-            raise ValueError("this request is cursed")
-        if message == list(b"DIE"):
+    @property
+    def params(self) -> list[SamplingParams]:
+        return [request.params for request in self.requests]
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [request.prompt_ids for request in self.requests]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.counters.num_blocks
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def check(self, request: Request) -> None:
+        if _last_user_message(request.prompt_ids) == list(b"NEVER"):
+            raise ValueError("this request is impossible")
+
+    def submit(self, request: Request) -> None:
+        self.check(request)
+        message = _last_user_message(request.prompt_ids)
+        if message == list(b"LATE"):
+            raise ValueError("this request came too late")
+        self.requests.append(request)
+        params = request.params
+        self.scheduler.waiting.append(_Echo(request, [*message, *params.stop_ids][: params.max_new_tokens]))
+
+    def abort(self, request_id: str) -> None:
+        for place in (self.scheduler.running, self.scheduler.waiting):
+            place[:] = [echo for echo in place if echo.request.id != request_id]
+        self.num_open = len(self.scheduler.running)
+
+    def step(self) -> list[TokenChunk]:
+        scheduler = self.scheduler
+        while scheduler.waiting and len(scheduler.running) < self.max_running:
+            scheduler.running.append(scheduler.waiting.pop(0))
+        self.num_open = len(scheduler.running)
+        time.sleep(self.pace_s)
+        self.counters.num_steps += 1
+        chunks = [self._advance(echo) for echo in scheduler.running]
+        for chunk in chunks:
+            if chunk.last:
+                self.abort(chunk.request_id)
+        return chunks
+
+    def _advance(self, echo: _Echo) -> TokenChunk:
+        """The first token, then block by block; all drafts but the last token of a block were accepted."""
+        request_id = echo.request.id
+        if echo.answer[:4] == list(b"BOOM"):
+            return TokenChunk(request_id, [], error="ValueError: this request is cursed")
+        if echo.answer[:3] == list(b"DIE"):
             raise torch.AcceleratorError("the device is gone")
-        answer = [*message, *params.stop_ids][: params.max_new_tokens]
-        self.num_open += 1
-        try:
-            yield answer[:1]
-            for begin in range(1, len(answer), self.block):
-                time.sleep(self.pace_s)
-                self.num_blocks += 1
-                drafts = torch.zeros(1, NUM_SLOTS, dtype=torch.int64)
-                observe(None, Proposal(drafts), Verdict(torch.tensor([self.block - 1]), torch.tensor([0])))
-                yield answer[begin : begin + self.block]
-        finally:
-            self.num_open -= 1
+        first = echo.num_sent == 0
+        token_ids = echo.answer[echo.num_sent :][: 1 if first else self.block]
+        echo.num_sent += len(token_ids)
+        num_accepted = 0 if first else min(self.block - 1, len(token_ids))
+        self.counters.num_tokens += len(token_ids)
+        if not first:
+            self.counters.num_blocks += 1
+            self.counters.num_block_tokens += len(token_ids)
+            for slot in range(num_accepted):
+                self.counters.accepted_at[slot] += 1
+        reason = None
+        if echo.num_sent == len(echo.answer):
+            reason = "stop" if echo.answer[-1] in echo.request.params.stop_ids else "length"
+        return TokenChunk(request_id, token_ids, 0 if first else len(self.counters.accepted_at), num_accepted, reason)
 
 
 def _last_user_message(prompt_ids: list[int]) -> list[int]:
@@ -78,12 +141,10 @@ def _last_user_message(prompt_ids: list[int]) -> list[int]:
     return prompt_ids[begin : prompt_ids.index(end, begin)]
 
 
-def make_app(
-    decoder: Any, max_running: int = 2, max_requests: int = 8, stall_s: float = 60.0
-) -> tuple[FastAPI, Replica]:
-    """The API over `decoder`; close the replica afterwards."""
+def make_app(engine: EchoEngine, max_requests: int = 8, stall_s: float = 60.0) -> tuple[FastAPI, Replica]:
+    """The API over `engine`; close the replica afterwards."""
     tokenizer = chat_tokenizer()
-    replica = Replica(ReferenceEngine(decoder, max_running), max_requests, stall_s)
+    replica = Replica(engine, max_requests, stall_s)
     model = ServedModel(
         name="echo",
         tokenizer=tokenizer,

@@ -58,7 +58,12 @@ def endpoint(ray_cluster: None, folders: tuple[Path, Path]) -> Iterator[str]:
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     target, checkpoint = folders
     arguments = AppArgs(
-        checkpoint=str(checkpoint), target=str(target), model_name="tiny", version="abc", cpus=0.5, max_running=1
+        checkpoint=str(checkpoint),
+        target=str(target),
+        model_name="tiny",
+        version="abc",
+        cpus=0.5,
+        engine={"max_running": 1, "num_pages": 40},
     )
     serve.run(build_app(arguments), name="lilicorr", route_prefix="/")
     yield f"http://127.0.0.1:{port}"

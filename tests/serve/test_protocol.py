@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from fakes import EchoDecoder, body, refused
+from fakes import EchoEngine, body, refused
 from fastapi.testclient import TestClient
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
@@ -72,13 +72,13 @@ BAD = [
 
 
 @pytest.mark.parametrize("param, fields", BAD)
-def test_bad_field_is_named(client: TestClient, decoder: EchoDecoder, param: str, fields: dict[str, Any]) -> None:
+def test_bad_field_is_named(client: TestClient, engine: EchoEngine, param: str, fields: dict[str, Any]) -> None:
     content = json.dumps({**body(), **fields}).encode()  # ASCII escapes: a lone surrogate travels as it is
     error = refused(client, content=content)
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert param.split("[")[0].split(".")[0] in error["message"] or error["code"] == "context_length_exceeded"
-    assert not decoder.params
+    assert not engine.params
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'"text"', b"[" * 100_000, b'{"model": NaN,}'])
