@@ -24,6 +24,8 @@ from torch import Tensor
 
 from lilicorr.blocks import DraftOutput, Proposal, Verdict
 from lilicorr.draft_model import DraftModel
+from lilicorr.logprobs import check_num_logprobs
+from lilicorr.processing import check_processing
 from lilicorr.target import Target
 from lilicorr.verify import Sampling, check_sampling, verify
 
@@ -40,11 +42,30 @@ class SamplingParams:
     top_p: float = 1.0  # 1 is off
     seed: int = 0
     stop_ids: tuple[int, ...] = ()  # the answer ends with the first of these, usually `target.eos_ids`
+    min_p: float = 0.0  # tokens less likely than so much of the likeliest are not drawn; 0 is off
+    presence_penalty: float = 0.0  # once for a token of the answer so far; 0 is off
+    frequency_penalty: float = 0.0  # as often as a token stands in the answer so far; 0 is off
+    repetition_penalty: float = 1.0  # divides positive, multiplies other logits of tokens seen, prompt included; 1: off
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    min_new_tokens: int = 0  # no stop id is drawn before the answer has so many tokens
+    num_logprobs: int | None = None  # likeliest tokens to report beside each token of the answer; None: no report
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must be in [0, max_new_tokens], here {self.max_new_tokens}, got {self.min_new_tokens}"
+            )
+        check_sampling(self.temperature, self.top_k, self.top_p, self.seed, self.min_p)
+        check_processing(self.presence_penalty, self.frequency_penalty, self.repetition_penalty, self.logit_bias)
+        check_num_logprobs("num_logprobs", self.num_logprobs)
+
+    @property
+    def processes_logits(self) -> bool:
+        """Whether tokens are drawn from anything but the target's own logits."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0, 0, 1) or bool(self.logit_bias) or self.min_new_tokens > 0
 
 
 def check_request(target: Target, prompt_ids: list[int], params: SamplingParams, max_length: int) -> None:
@@ -52,10 +73,13 @@ def check_request(target: Target, prompt_ids: list[int], params: SamplingParams,
     vocab = target.embed.shape[0]
     if not prompt_ids:
         raise ValueError("the prompt must have at least one token")
-    for name, ids in (("prompt", prompt_ids), ("stop", params.stop_ids)):
+    biased_ids = tuple(token_id for token_id, _ in params.logit_bias)
+    for name, ids in (("prompt", prompt_ids), ("stop", params.stop_ids), ("logit_bias", biased_ids)):
         outside = [token_id for token_id in ids if not 0 <= token_id < vocab]
         if outside:
             raise ValueError(f"{name} token id {outside[0]} is outside the target's vocabulary of {vocab}")
+    if params.processes_logits or params.min_p > 0 or params.num_logprobs is not None:
+        raise ValueError("min_p, penalties, logit_bias, min_new_tokens and num_logprobs are not decoded")
     total = len(prompt_ids) + params.max_new_tokens
     if total > max_length:
         raise ValueError(
@@ -110,10 +134,12 @@ class Decoder:
         block before its tokens are yielded, with the draft (None in autoregression), the proposal and the
         uncut verdict.
 
-        Raises ValueError for an empty prompt, ids outside the vocabulary, an answer that could outgrow the
-        target's context, and a target whose logits are NaN.
+        Raises ValueError for an empty prompt, ids outside the vocabulary, an answer of no tokens or one that could
+        outgrow the target's context, and a target whose logits are NaN.
         """
         check_request(self.target, prompt_ids, params, self.target.max_length)
+        if params.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {params.max_new_tokens}")
         return self._runs(prompt_ids, params, observe)
 
     @torch.no_grad()

@@ -65,7 +65,7 @@ class Sampling:
         return cls(torch.zeros_like(ones), zeros, ones, zeros, zeros, any_sampled=False, any_filtered=False)
 
 
-def check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> None:
+def check_sampling(temperature: float, top_k: int, top_p: float, seed: int, min_p: float = 0.0) -> None:
     """Raise ValueError for a value that a user may not set."""
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature must be finite and >= 0 (0 is greedy), got {temperature}")
@@ -73,6 +73,8 @@ def check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> N
         raise ValueError(f"top_k must be >= 0 (0 is off), got {top_k}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1] (1 is off), got {top_p}")
+    if not 0 <= min_p <= 1:
+        raise ValueError(f"min_p must be in [0, 1] (0 is off), got {min_p}")
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must fit in 64 bits with sign, got {seed}")
 

@@ -41,6 +41,8 @@ ALLOWED = {
     "losses": "blocks config kernels.*",
     "lattice": "blocks config kernels.*",
     "verify": "blocks config kernels.*",
+    "processing": "",
+    "logprobs": "",
     # the definition of these kernels is older than they are; it imports none of them
     "kernels.accept": "blocks kernels.* verify",
     "kernels.match_walk": "blocks kernels.* lattice",
@@ -56,8 +58,8 @@ ALLOWED = {
     "fields": "config",
     "checkpoint": "blocks config draft_model drafter fields folder heads heads.base provenance target",
     # decoding
-    "decode": "blocks config draft_model target verify",
-    "engine.*": "blocks config decode draft_model engine.* kernels.* target verify",
+    "decode": "blocks config draft_model logprobs processing target verify",
+    "engine.*": "blocks config decode draft_model engine.* kernels.* logprobs processing target verify",
     # training
     "corpus": "blocks chat config folder provenance",
     "features": "blocks corpus target",

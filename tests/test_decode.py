@@ -223,7 +223,26 @@ def test_requests_that_cannot_be_served(tiny_target: Target):
         decoder.stream([1, 67], SamplingParams(3))
     with pytest.raises(ValueError, match="stop token id -1"):
         decoder.stream([1], SamplingParams(3, stop_ids=(-1,)))
-    for settings in (dict(max_new_tokens=0), dict(temperature=-1.0), dict(top_p=0.0), dict(top_k=-2)):
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        decoder.stream([1], SamplingParams(0))
+    with pytest.raises(ValueError, match="logit_bias token id 67"):
+        decoder.stream([1], SamplingParams(3, logit_bias=((5, 1.0), (67, 1.0))))
+    for settings in (
+        dict(max_new_tokens=-1),
+        dict(temperature=-1.0),
+        dict(top_p=0.0),
+        dict(top_k=-2),
+        dict(min_p=1.5),
+        dict(presence_penalty=2.1),
+        dict(frequency_penalty=math.nan),
+        dict(repetition_penalty=0.0),
+        dict(logit_bias=((1, 101.0),)),
+        dict(logit_bias=((1, 1.0), (1, 2.0))),
+        dict(logit_bias=tuple((i, 1.0) for i in range(301))),
+        dict(min_new_tokens=4),
+        dict(min_new_tokens=-1),
+        dict(num_logprobs=21),
+    ):
         with pytest.raises(ValueError, match=next(iter(settings))):
             SamplingParams(**{"max_new_tokens": 3, **settings})
 

@@ -116,6 +116,8 @@ class Engine:
         check_request(self.target, request.prompt_ids, request.params, self.max_model_len)
         if len(request.params.stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"at most {MAX_STOP_IDS} stop ids, got {len(request.params.stop_ids)}")
+        if request.num_prompt_logprobs is not None:
+            raise ValueError("num_prompt_logprobs is not decoded")
         length = len(request.prompt_ids) + request.params.max_new_tokens + self.scheduler.num_tokens - 2
         if num_pages_for(length) > self.pool.num_pages:
             raise ValueError(

@@ -9,16 +9,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lilicorr.decode import SamplingParams
+from lilicorr.logprobs import TokenLogprobs, check_num_logprobs
 
 
 @dataclass(frozen=True)
 class Request:
-    """What one answer is decoded from."""
+    """What one answer is decoded from. Raises ValueError for values out of range.
+
+    An answer of no tokens (`max_new_tokens` 0) is for a request that asks for its prompt's log-probabilities.
+    """
 
     id: str
     prompt_ids: list[int]
     params: SamplingParams
     cache_salt: str = ""  # only requests of the same salt share cached pages
+    num_prompt_logprobs: int | None = None  # likeliest tokens to report beside each of the prompt; None: no report
+
+    def __post_init__(self) -> None:
+        check_num_logprobs("num_prompt_logprobs", self.num_prompt_logprobs)
+        if self.params.max_new_tokens < 1 and self.num_prompt_logprobs is None:
+            raise ValueError(
+                f"max_new_tokens must be at least 1 without num_prompt_logprobs, got {self.params.max_new_tokens}"
+            )
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,9 @@ class TokenChunk:
     num_accepted: int = 0  # of those, how many begin `token_ids`
     finish_reason: str | None = None  # stop | length
     error: str | None = None  # the request failed; no more chunks follow
+    logprobs: list[TokenLogprobs] | None = None  # of each of `token_ids`, where `num_logprobs` asks for them
+    # in the first chunk of a request with `num_prompt_logprobs`: of each of the prompt's tokens, None for the first
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def last(self) -> bool:
