@@ -15,6 +15,7 @@ from ray import serve
 
 from serve_app.api import build_api
 from serve_app.args import AppArgs
+from serve_app.guard import Limits, read_keys
 from serve_app.replica import Replica
 from serve_app.served_model import open_model
 
@@ -33,12 +34,19 @@ class Endpoint:
     """A replica: target, draft model, decoding thread and the HTTP side."""
 
     def __init__(self, args: AppArgs) -> None:
+        self._limits = Limits(args.max_body_bytes, read_keys(args.api_key_file))
         self._model, engine = open_model(args)
         self._replica = Replica(engine, args.max_requests, args.stall_s)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve asks for the HTTP side once the replica is constructed."""
-        return build_api(self._model, self._replica)
+        return build_api(self._model, self._replica, self._limits)
+
+    def __del__(self) -> None:
+        """Serve calls it when the requests of a replica that shuts down are answered, or their time is over."""
+        if hasattr(self, "_replica"):  # else the models could not be loaded
+            self._replica.drain()
+            self._replica.close()
 
     def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

@@ -6,10 +6,12 @@ same call serves a test.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
-from dataclasses import dataclass
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,22 @@ class ServedModel:
 
     name: str
     tokenizer: PreTrainedTokenizerBase
-    token_table: list[bytes]  # of the tokenizer, see `detokenize.token_table`
+    token_table: list[bytes]  # what tokens add to a text, see `detokenize.token_table`
+    spelled_table: list[bytes]  # the same with special tokens spelled out
     template_kwargs: dict[str, Any]
     stop_ids: tuple[int, ...]
+    num_rows: int  # token ids there are, with and without a token
+    num_slots: int  # drafts of a block
     max_model_len: int  # prompt and answer together
     fingerprint: str  # changes with the weights
     created: int  # unix time
+    # Rendering a long prompt must not hold up the streams, and a tokenizer serves one thread at a time.
+    tokenizing: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="tokenizing"))
+
+    async def render(self, messages: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> list[int]:
+        """Token ids of a conversation and the beginning of its answer. Raises ChatError as `chat.render_prompt`."""
+        arguments = (self.tokenizer, messages, template_kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self.tokenizing, render_prompt, *arguments)
 
 
 def open_model(args: AppArgs) -> tuple[ServedModel, Engine]:
@@ -69,8 +81,11 @@ def served_model(args: AppArgs, engine: Engine) -> ServedModel:
         name=args.model_name,
         tokenizer=engine.target.tokenizer,
         token_table=token_table(engine.target.tokenizer),
+        spelled_table=token_table(engine.target.tokenizer, special=True),
         template_kwargs=args.template_kwargs,
         stop_ids=engine.target.eos_ids,
+        num_rows=engine.target.embed.shape[0],
+        num_slots=engine.scheduler.num_tokens - 1,
         max_model_len=min(room, engine.max_model_len),
         fingerprint=args.version,
         created=int(time.time()),
