@@ -1,12 +1,10 @@
-"""One replica's decoding: an engine on one thread, asked and answered from asyncio.
+"""One replica's decoding: the engine on one thread, asked and answered from asyncio.
 
-Place in the flow: `api` submits a request and reads its token chunks; `Replica` carries the request to the
-decoding thread through a thread-safe inbox and every chunk back into the request's own asyncio queue.
-Nothing else crosses threads but two marks for the health check. The thread repeats: take what is in the
-inbox, one step of the engine, publish.
-
-`Engine` is the seam: whatever has `submit`, `abort` and `step` can decode. `ReferenceEngine` is the
-reference decoder behind it, one block of one request per step, requests in turn.
+Place in the flow: the routes submit the requests of one HTTP request together and read their token chunks from
+one `Ticket`; `Replica` carries the requests to the decoding thread through a thread-safe inbox and every chunk back
+into the ticket's own asyncio queue. Nothing else crosses threads but two marks for the health check and the latest
+`Snapshot`. The thread repeats: take what is in the inbox, one step of the engine, publish. While there is nothing to
+decode it sleeps in the inbox.
 """
 
 from __future__ import annotations
@@ -17,106 +15,68 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
-
-from lilicorr.blocks import DraftOutput, Proposal, Verdict
-from lilicorr.decode import Decoder
+from lilicorr.engine.engine import Engine
 from lilicorr.engine.request import Request, TokenChunk
 
 logger = logging.getLogger(__name__)
 
+ABORTED = "abort"  # how a request ended whose client left
 
-class Engine(Protocol):
-    """A decoder of many requests, driven from one thread."""
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A replica between two steps: what it holds, and what it has done since it was made (`num_*` never fall)."""
+
+    running: int  # requests that have a row
+    waiting: int  # requests that have none
+    waiting_tokens: int  # of their prompts
+    total_pages: int
+    free_pages: int  # no request holds them; those whose content is cached are among them
+    num_steps: int
+    num_tokens: int  # committed
+    num_prompt_tokens: int  # positions prefilled, after a preemption again
+    num_cached_tokens: int  # positions found in the prefix cache instead
+    num_preemptions: int
+    num_blocks: int  # verified, prefills not counted
+    num_block_tokens: int  # what they added to answers
+    num_drafts: int  # blocks with at least one draft
+    num_drafted: int  # drafts put to the test
+    accepted_at: tuple[int, ...]  # [S] blocks whose slot was accepted
+    num_finished: Mapping[str, int]  # requests by how they ended: stop, length, error, abort
 
     @property
-    def busy(self) -> bool:
-        """Whether `step` has something to do."""
+    def tau(self) -> float:
+        """Acceptance length: tokens per verified block."""
+        return self.num_block_tokens / max(1, self.num_blocks)
 
-    def submit(self, request: Request) -> None:
-        """Take a request; it waits until there is room for it."""
-
-    def abort(self, request_id: str) -> None:
-        """Forget a request before the next step; unknown ids are finished ones."""
-
-    def step(self) -> list[TokenChunk]:
-        """Decode a little and return what was committed. An exception means that the engine is broken."""
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that became part of answers."""
+        return sum(self.accepted_at)
 
 
 @dataclass
-class _Running:
-    request: Request
-    runs: Iterator[list[int]]
-    counts: list[tuple[int, int]]  # (drafted, accepted) of the block that is about to be yielded
-    num_tokens: int = 0
+class _Tally:
+    """What the thread counts of the chunks it hands on."""
 
+    num_drafts: int = 0
+    num_drafted: int = 0
 
-class ReferenceEngine:
-    """The reference decoder as an engine: at most `max_running` requests, one block per step, in turn."""
-
-    def __init__(self, decoder: Decoder, max_running: int) -> None:
-        self._decoder = decoder
-        self._max_running = max_running
-        self._waiting: deque[Request] = deque()
-        self._running: deque[_Running] = deque()
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._running or self._waiting)
-
-    def submit(self, request: Request) -> None:
-        self._waiting.append(request)
-
-    def abort(self, request_id: str) -> None:
-        self._waiting = deque(request for request in self._waiting if request.id != request_id)
-        self._running = deque(running for running in self._running if running.request.id != request_id)
-
-    def step(self) -> list[TokenChunk]:
-        if self._waiting and len(self._running) < self._max_running:
-            running = self._start(self._waiting.popleft())
-        else:
-            running = self._running.popleft()
-        try:
-            chunk = self._advance(running)
-        except torch.AcceleratorError:
-            raise  # the device is unusable for every request
-        except Exception as error:  # one bad request must not end the others
-            logger.exception("request %s failed", running.request.id)
-            return [TokenChunk(running.request.id, [], error=f"{type(error).__name__}: {error}")]
-        if not chunk.last:
-            self._running.append(running)
-        return [chunk]
-
-    def _start(self, request: Request) -> _Running:
-        counts: list[tuple[int, int]] = []
-
-        def observe(_draft: DraftOutput | None, proposal: Proposal, verdict: Verdict) -> None:
-            counts.append((proposal.token_ids.shape[1], int(verdict.num_accepted)))
-
-        def runs() -> Iterator[list[int]]:
-            yield from self._decoder.stream(request.prompt_ids, request.params, observe)
-
-        return _Running(request, runs(), counts)
-
-    def _advance(self, running: _Running) -> TokenChunk:
-        """Decode one block of a request."""
-        params = running.request.params
-        token_ids = next(running.runs)
-        running.num_tokens += len(token_ids)
-        num_drafted, num_accepted = running.counts.pop() if running.counts else (0, 0)
-        chunk = TokenChunk(running.request.id, token_ids, num_drafted, min(num_accepted, len(token_ids)))
-        if token_ids[-1] in params.stop_ids:
-            return replace(chunk, finish_reason="stop")
-        return replace(chunk, finish_reason="length") if running.num_tokens == params.max_new_tokens else chunk
+    def add(self, chunk: TokenChunk) -> None:
+        self.num_drafts += chunk.num_drafted > 0
+        self.num_drafted += chunk.num_drafted
 
 
 class QueueFullError(Exception):
     """The replica has as many requests as it takes."""
+
+
+class DrainingError(Exception):
+    """The replica finishes what it has and takes nothing new."""
 
 
 class ReplicaDeadError(Exception):
@@ -149,29 +109,43 @@ class _Submit:
 @dataclass(frozen=True)
 class _Abort:
     request_id: str
+    reason: str
 
 
 class Ticket:
-    """A request in the replica's hands. Iterate over its chunks, and close it whatever happens."""
+    """Requests in the replica's hands. Iterate over their chunks, and close it whatever happens."""
 
-    def __init__(self, request_id: str, mailbox: _Mailbox, release: Callable[[Ticket], None]) -> None:
-        self.request_id = request_id
-        self.finished = False  # the last chunk has arrived
+    def __init__(
+        self, requests: Sequence[Request], mailbox: _Mailbox, abort: Callable[[str, str], None], release: Callable
+    ) -> None:
+        self._open = {request.id: index for index, request in enumerate(requests)}
         self._mailbox = mailbox
-        self._release = release
-        self._closed = False
+        self._abort = abort
+        self._release: Callable[[], None] | None = release
 
-    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
-        while not self.finished:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, TokenChunk]]:
+        """Chunks as they come, each with the place of its request among those submitted."""
+        while self._open:
             chunk = await self._mailbox.get()
-            self.finished = chunk.last
-            yield chunk
+            index = self._open.get(chunk.request_id)
+            if index is not None:  # else it was stopped with the chunk on its way
+                if chunk.last:
+                    del self._open[chunk.request_id]
+                yield index, chunk
+
+    def stop(self, request_id: str) -> None:
+        """A stop string is complete: nothing more of this request is wanted."""
+        if self._open.pop(request_id, None) is not None:
+            self._abort(request_id, "stop")
 
     def close(self) -> None:
-        """Give the place back; a request that has not finished is aborted before its next block."""
-        if not self._closed:
-            self._closed = True
-            self._release(self)
+        """Give the places back; what has not finished is aborted before its next block."""
+        if self._release is not None:
+            self._release()
+            self._release = None
+            for request_id in self._open:
+                self._abort(request_id, ABORTED)
+            self._open.clear()
 
 
 class Replica:
@@ -181,32 +155,57 @@ class Replica:
     """
 
     def __init__(self, engine: Engine, max_requests: int, stall_s: float) -> None:
+        self.max_requests = max_requests
         self._engine = engine
-        self._max_requests = max_requests
         self._stall_s = stall_s
         self._inbox: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
-        self._mailboxes: dict[str, _Mailbox] = {}  # the thread's own
-        self._num_requests = 0  # the event loop's own
+        self._mailboxes: dict[str, _Mailbox] = {}  # the thread's own, as the next two
+        self._tally = _Tally()
+        self._finished: Counter[str] = Counter()
+        self._num_requests = 0  # the event loop's own, as the next one
+        self._draining = False
         self._death: str | None = None  # set once by the thread
         self._step_began: float | None = None  # set by the thread while it is in a step
+        self._snapshot = self._look()  # replaced by the thread
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request) -> Ticket:
-        """Hand a request to the decoding thread.
+    @property
+    def num_requests(self) -> int:
+        """Requests in hand, those included that the decoding thread has not seen yet."""
+        return self._num_requests
 
-        Raises QueueFullError with `max_requests` in hand, ReplicaDeadError if nobody would decode it.
+    def snapshot(self) -> Snapshot:
+        """The latest state between two steps, as the decoding thread saw it."""
+        return self._snapshot
+
+    def check_request(self, request: Request) -> None:
+        """Raise ValueError for a request that the engine would never take."""
+        self._engine.check(request)
+
+    def submit(self, requests: Sequence[Request]) -> Ticket:
+        """Hand requests to the decoding thread, all of them or none.
+
+        Raises QueueFullError where they would be more than `max_requests`, DrainingError after `drain`,
+        ReplicaDeadError if nobody would decode them.
         """
         self.check()
-        if self._num_requests >= self._max_requests:
-            raise QueueFullError(f"{self._num_requests} requests are running or waiting, the most this replica takes")
+        if self._draining:
+            raise DrainingError("this replica is shutting down and takes no new requests")
+        if self._num_requests + len(requests) > self.max_requests:
+            raise QueueFullError(
+                f"{self._num_requests} requests are running or waiting and {len(requests)} would join them; "
+                f"this replica takes {self.max_requests}"
+            )
         mailbox = _Mailbox()
-        self._inbox.put(_Submit(request, mailbox))
+        for request in requests:
+            self._inbox.put(_Submit(request, mailbox))
         # The thread notes its death before it empties the inbox for the last time: what it did not see is seen here.
         if self._death is not None:
             raise ReplicaDeadError(self._death)
-        self._num_requests += 1
-        return Ticket(request.id, mailbox, self._release)
+        count = len(requests)
+        self._num_requests += count
+        return Ticket(requests, mailbox, self._abort, lambda: self._release(count))
 
     def check(self) -> None:
         """Raise ReplicaDeadError if the decoding thread has died or stalls."""
@@ -218,14 +217,19 @@ class Replica:
         if began is not None and time.monotonic() - began > self._stall_s:
             raise ReplicaDeadError(f"the decoding thread has been in one step for {time.monotonic() - began:.0f} s")
 
+    def drain(self) -> None:
+        """Finish what is in hand and take nothing new."""
+        self._draining = True
+
     def close(self) -> None:
         """End the thread after the step it is in; what is still decoding gets an error."""
         self._inbox.put(None)
 
-    def _release(self, ticket: Ticket) -> None:
-        self._num_requests -= 1
-        if not ticket.finished:
-            self._inbox.put(_Abort(ticket.request_id))
+    def _abort(self, request_id: str, reason: str) -> None:
+        self._inbox.put(_Abort(request_id, reason))
+
+    def _release(self, count: int) -> None:
+        self._num_requests -= count
 
     def _run(self) -> None:
         """The decoding thread."""
@@ -238,6 +242,7 @@ class Replica:
                     self._step_began = None
                     for chunk in chunks:
                         self._publish(chunk)
+                    self._snapshot = self._look()
         except BaseException as error:
             logger.exception("the decoding thread died")
             reason = f"the decoding thread died: {type(error).__name__}: {error}"
@@ -247,24 +252,58 @@ class Replica:
     def _take(self) -> bool:
         """Do what the inbox says, waiting only while there is nothing to decode; False when it says to end."""
         while not self._engine.busy or not self._inbox.empty():
+            if self._inbox.empty():
+                self._snapshot = self._look()
             message = self._inbox.get()
             if message is None:
                 return False
             if isinstance(message, _Submit):
-                self._mailboxes[message.request.id] = message.mailbox
-                self._engine.submit(message.request)
-            else:
-                self._mailboxes.pop(message.request_id, None)
+                self._start(message.request, message.mailbox)
+            elif self._mailboxes.pop(message.request_id, None) is not None:
                 self._engine.abort(message.request_id)
+                self._finished[message.reason] += 1
         return True
 
+    def _start(self, request: Request, mailbox: _Mailbox) -> None:
+        """Submit to the engine; what it refuses concerns this request alone."""
+        self._mailboxes[request.id] = mailbox
+        try:
+            self._engine.submit(request)
+        except Exception as error:
+            logger.exception("request %s was refused by the engine", request.id)
+            self._publish(TokenChunk(request.id, [], error=f"{type(error).__name__}: {error}"))
+
     def _publish(self, chunk: TokenChunk) -> None:
+        self._tally.add(chunk)
         mailbox = self._mailboxes.get(chunk.request_id)
         if mailbox is None:
             return  # aborted while the engine had the step in flight
         if chunk.last:
             del self._mailboxes[chunk.request_id]
+            self._finished[chunk.finish_reason or "error"] += 1
         mailbox.put(chunk)
+
+    def _look(self) -> Snapshot:
+        """The state as it is; only the thread may look while it runs."""
+        counters, pool, scheduler = self._engine.counters, self._engine.pool, self._engine.scheduler
+        return Snapshot(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            waiting_tokens=sum(progress.num_to_prefill for progress in scheduler.waiting),
+            total_pages=pool.num_pages,
+            free_pages=pool.num_pages - pool.num_used,
+            num_steps=counters.num_steps,
+            num_tokens=counters.num_tokens,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_blocks=counters.num_blocks,
+            num_block_tokens=counters.num_block_tokens,
+            num_drafts=self._tally.num_drafts,
+            num_drafted=self._tally.num_drafted,
+            accepted_at=tuple(counters.accepted_at),
+            num_finished=dict(self._finished),
+        )
 
     def _end(self, reason: str) -> None:
         """Say why, and fail every request that is in hand or still in the inbox."""

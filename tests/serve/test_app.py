@@ -58,7 +58,12 @@ def endpoint(ray_cluster: None, folders: tuple[Path, Path]) -> Iterator[str]:
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     target, checkpoint = folders
     arguments = AppArgs(
-        checkpoint=str(checkpoint), target=str(target), model_name="tiny", version="abc", cpus=0.5, max_running=1
+        checkpoint=str(checkpoint),
+        target=str(target),
+        model_name="tiny",
+        version="abc",
+        cpus=0.5,
+        engine={"max_running": 1, "num_pages": 40},
     )
     serve.run(build_app(arguments), name="lilicorr", route_prefix="/")
     yield f"http://127.0.0.1:{port}"
@@ -95,8 +100,9 @@ def test_sdk_gets_the_text_of_the_reference_decoder(
 def test_models_health_and_refusal_through_the_proxy(endpoint: str) -> None:
     with openai.OpenAI(base_url=f"{endpoint}/v1", api_key="none", max_retries=0) as sdk:
         assert [model.id for model in sdk.models.list()] == ["tiny"]
-        with pytest.raises(openai.BadRequestError, match="presence_penalty"):
-            sdk.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}], presence_penalty=1.5)
+        request = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+        with pytest.raises(openai.BadRequestError, match="response_format"):
+            sdk.chat.completions.create(**request, response_format={"type": "json_object"})
     assert httpx2.get(f"{endpoint}/health").status_code == 200
 
 

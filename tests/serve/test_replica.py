@@ -1,0 +1,105 @@
+"""The decoding thread: what its snapshot counts, and that it sleeps while there is nothing to decode. No HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes import NUM_SLOTS, EchoEngine, chat_tokenizer, wait_until
+
+from lilicorr.chat import render_prompt
+from lilicorr.decode import SamplingParams
+from lilicorr.engine.request import Request
+from serve_app.replica import Replica, Ticket
+
+
+@pytest.fixture
+def engine() -> EchoEngine:
+    return EchoEngine(pace_s=0.005)
+
+
+@pytest.fixture
+def replica(engine: EchoEngine) -> Iterator[Replica]:
+    replica = Replica(engine, max_requests=8, stall_s=60.0)
+    yield replica
+    replica.close()
+
+
+def echo(request_id: str, text: str, max_new_tokens: int = 1000) -> Request:
+    prompt_ids = render_prompt(chat_tokenizer(), [{"role": "user", "content": text}], {})
+    return Request(request_id, prompt_ids, SamplingParams(max_new_tokens, stop_ids=(258,)))
+
+
+async def read(ticket: Ticket) -> dict[int, list[int]]:
+    """The tokens of every request of a ticket, which is closed."""
+    answers: dict[int, list[int]] = {}
+    async for index, chunk in ticket:
+        answers.setdefault(index, []).extend(chunk.token_ids)
+    ticket.close()
+    return answers
+
+
+def test_requests_of_a_ticket_are_told_apart(replica: Replica) -> None:
+    async def run() -> dict[int, list[int]]:
+        return await read(replica.submit([echo("a", "first one"), echo("b", "2nd"), echo("c", "three", 2)]))
+
+    assert asyncio.run(run()) == {0: [*b"first one", 258], 1: [*b"2nd", 258], 2: [*b"th"]}
+    assert replica.num_requests == 0
+
+
+def test_snapshot_counts_what_was_decoded_and_how_it_ended(replica: Replica) -> None:
+    async def run() -> None:
+        await read(replica.submit([echo("a", "hello there"), echo("b", "cut short", 3), echo("c", "BOOM")]))
+        stopped = replica.submit([echo("d", "stopped by a string " * 9), echo("e", "left alone " * 9)])
+        async for index, _ in stopped:
+            if index == 0:
+                stopped.stop("d")
+                break
+        stopped.close()
+
+    assert replica.snapshot().num_finished == {}
+    asyncio.run(run())
+    wait_until(lambda: sum(replica.snapshot().num_finished.values()) == 5)
+    snapshot = replica.snapshot()
+    assert snapshot.num_finished == {"stop": 2, "length": 1, "error": 1, "abort": 1}
+    assert (snapshot.running, snapshot.waiting, snapshot.waiting_tokens) == (0, 0, 0)
+    assert snapshot.total_pages == snapshot.free_pages == 10
+    assert snapshot.num_drafted == NUM_SLOTS * snapshot.num_drafts == NUM_SLOTS * snapshot.num_blocks
+    assert snapshot.num_accepted == sum(snapshot.accepted_at) and len(snapshot.accepted_at) == NUM_SLOTS
+    assert 1 < snapshot.tau <= 4
+
+
+def test_snapshot_shows_who_runs_and_who_waits(replica: Replica, engine: EchoEngine) -> None:
+    async def run() -> None:
+        requests = [echo(name, "slow " * 100) for name in "abcd"]
+        ticket = replica.submit(requests)
+        async for _ in ticket:
+            await asyncio.to_thread(wait_until, lambda: replica.snapshot().running == engine.max_running)
+            snapshot = replica.snapshot()
+            assert snapshot.waiting == 2
+            assert snapshot.waiting_tokens == sum(len(request.prompt_ids) for request in requests[2:])
+            break
+        ticket.close()
+
+    asyncio.run(run())
+    wait_until(lambda: replica.snapshot().running == replica.snapshot().waiting == 0)
+
+
+def test_idle_thread_never_wakes(replica: Replica, engine: EchoEngine) -> None:
+    async def run() -> None:
+        await read(replica.submit([echo("a", "hello")]))
+
+    def switches() -> int:
+        """How often the thread has gone to sleep."""
+        status = Path(f"/proc/self/task/{replica._thread.native_id}/status").read_text()
+        return int(status.split("nonvoluntary_ctxt_switches")[0].split()[-1])
+
+    asyncio.run(run())
+    wait_until(lambda: not engine.busy and replica._inbox.empty())
+    steps, before = engine.counters.num_steps, None
+    while before != switches():  # it is on its way into the inbox
+        before = switches()
+        asyncio.run(asyncio.sleep(0.2))
+    assert engine.counters.num_steps == steps
