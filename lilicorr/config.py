@@ -147,7 +147,7 @@ class RunConfig:
     head_config: dict[str, Any] = field(default_factory=dict)  # overrides of the head's own config
     block_layout: str | None = None  # in_place | anchor_first; None: the head's usual one
     block_size: int | None = None  # None: the drafter's
-    start_from: str | None = None  # another run whose final drafter this one continues from
+    start_from: str | None = None  # a run before this one, or a checkpoint's folder (with a /): start from its drafter
     epochs: float | None = None  # exactly one of epochs and steps
     steps: int | None = None
     schedule: str = "cosine"  # cosine | constant, both after a linear warm-up

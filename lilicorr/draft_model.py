@@ -142,9 +142,12 @@ def _blocks(run: RunConfig, config: DrafterConfig) -> tuple[str, int]:
 
 
 def check_blocks(name: str, config: TrainConfig) -> None:
-    """Raise ValueError if the run's head cannot have its layout, or its start cuts blocks another way."""
+    """Raise ValueError if the run's head cannot have its layout, or the run before it cuts blocks another way.
+
+    A checkpoint that the run starts from is read, and held against it, where its target is at hand.
+    """
     run = config.runs[name]
-    layouts, start = HEADS[run.head].layouts, config.runs[run.start_from or name]
+    layouts, start = HEADS[run.head].layouts, config.runs.get(run.start_from or name, run)
     if run.block_layout not in (None, *layouts):
         raise ValueError(f"train.runs.{name}.block_layout must be {' or '.join(layouts)}, got {run.block_layout!r}")
     ours, theirs = _blocks(run, config.drafter), _blocks(start, config.drafter)

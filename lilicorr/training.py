@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lilicorr.anchors import choose_anchors
 from lilicorr.blocks import LossTerm, TrainBatch, add_terms
-from lilicorr.checkpoint import load_draft_model
+from lilicorr.checkpoint import read_checkpoint
 from lilicorr.config import RunConfig, TrainConfig, fingerprint
 from lilicorr.corpus import Sampler, TrainingSet, split_rows
 from lilicorr.draft_model import DraftModel
@@ -98,23 +98,27 @@ def run_fingerprint(config: TrainConfig, run: RunConfig, training_set: TrainingS
     return fingerprint(values, own, training_set.meta["content"], *more)
 
 
-def start_drafter(draft_model: DraftModel, folder: Path, target: Target) -> None:
+def start_drafter(draft_model: DraftModel, folder: Path, target: Target) -> int:
     """Copy the drafter of the checkpoint `folder` into `draft_model`; the head stays as it is.
 
-    Raises ValueError if the two drafters differ in shape or in how they cut blocks.
+    The checkpoint may be of any format and head; YaRN is for serving and stays behind. Returns the blocks that the
+    drafter has seen, 0 where its checkpoint does not say it. Raises ValueError that names the field if the two
+    drafters differ in shape or in how they cut blocks.
     """
-    start = load_draft_model(folder, target, head="argmax", dtype=torch.float32)
-    for name in ("shape", "spec.block_size", "spec.layout", "spec.mask_token_id", "spec.target_layer_ids"):
-        theirs, ours = _attribute(start, name), _attribute(draft_model, name)
-        if theirs != ours:
-            raise ValueError(f"cannot start from {folder}: its {name} is {theirs}, this run's is {ours}")
-    draft_model.drafter.load_state_dict(start.drafter.state_dict())
-
-
-def _attribute(owner: Any, path: str) -> Any:
-    for name in path.split("."):
-        owner = getattr(owner, name)
-    return owner
+    checkpoint = read_checkpoint(folder, target)
+    spec, shape = checkpoint.description.spec, dataclasses.replace(checkpoint.description.shape, yarn=None)
+    blocks = ("block_size", "layout", "mask_token_id", "target_layer_ids")
+    for theirs, ours, names in (
+        (spec, draft_model.spec, blocks),
+        (shape, draft_model.shape, [field.name for field in dataclasses.fields(shape)]),
+    ):
+        for name in names:
+            if getattr(theirs, name) != getattr(ours, name):
+                found, wanted = getattr(theirs, name), getattr(ours, name)
+                raise ValueError(f"cannot start from {folder}: its {name} is {found}, this run's is {wanted}")
+    state = draft_model.drafter.state_dict()
+    draft_model.drafter.load_state_dict({name: checkpoint.tensors[name] for name in state})
+    return checkpoint.info.get("num_blocks") or 0
 
 
 class Trainer:

@@ -23,6 +23,7 @@ from lilicorr.heads import HEADS
 from lilicorr.kernels.topk_lse import MAX_CANDIDATES
 from lilicorr.target import Target, default_layer_ids, resolve_target
 from lilicorr.training import check_precision, num_steps
+from pipelines.start import check_start
 
 TRAINING_SET = "training_set"  # folder beside those of the runs
 INITS = ("random", "target")  # of the drafter
@@ -66,11 +67,7 @@ def _check_settings(config: TrainConfig, name: str, before: list[str]) -> None:
     for field, value in dataclasses.asdict(head).items():
         if isinstance(value, int) and value < 0:
             raise ValueError(f"{where}.head_config.{field} must not be negative, got {value}")
-    if run_config.start_from is not None and run_config.start_from not in before:
-        raise ValueError(
-            f"{where}.start_from must be a run before it ({', '.join(before) or 'there is none'}), "
-            f"got {run_config.start_from!r}"
-        )
+    check_start(f"{where}.start_from", run_config.start_from, before)
     check_blocks(name, config)
     num_steps(run_config, Sampler(1, 1, 0))
 

@@ -76,6 +76,11 @@ def _anchor_first(config: PipelineConfig, head: str) -> dict[str, RunConfig]:
     run = replace(base, head=head, head_config={"decay": decay} | sizes[head], block_size=width, block_layout=None)
     if base.start_from is None:
         return {head: run}
+    if base.start_from not in config.train.runs:
+        raise ValueError(
+            f"train.runs.dflash starts from {base.start_from}, whose blocks are cut in place: give the run {head} a "
+            "start of its own in the profile"
+        )
     trunk = f"{base.start_from}_anchor_first"
     start = replace(config.train.runs[base.start_from], block_layout="anchor_first", block_size=width)
     return {trunk: start, head: replace(run, start_from=trunk)}

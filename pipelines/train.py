@@ -31,12 +31,12 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from lilicorr.checkpoint import read_info, save_draft_model
+from lilicorr.checkpoint import save_draft_model
 from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, fingerprint, from_dict, to_dict
 from lilicorr.corpus import Sampler, TrainingSet, build_training_set
 from lilicorr.draft_model import DraftModel, build_draft_model, run_block_spec
 from lilicorr.drafter import copy_target_layers, drafter_shape
-from lilicorr.provenance import sha256_file, write_json
+from lilicorr.provenance import provenance, sha256_file, sha256_tree, write_json
 from lilicorr.target import Target, default_layer_ids, load_target
 from lilicorr.training import (
     MetricLog,
@@ -54,6 +54,7 @@ from pipelines.probe import measure_tau, probe_prompts
 from pipelines.runs import TRAINING_SET, check_runs
 from pipelines.shards import data_path, read_manifest, read_plan
 from pipelines.stage import VERSIONS
+from pipelines.start import start_folder, with_folders
 
 logger = logging.getLogger(__name__)
 
@@ -91,17 +92,19 @@ def run(config: PipelineConfig) -> dict[str, Any]:
 
     Raises ValueError, before anything starts, for a run that cannot be trained or a cluster that is too small.
     """
-    config = replace(config, run_dir=str(Path(config.run_dir).resolve()))
+    config = replace(config, run_dir=str(Path(config.run_dir).resolve()), train=with_folders(config.train))
     described = read_description(config)
     check_runs(config, described)
     training_set = ensure_training_set(config)
     results: dict[str, Any] = {}
     for name, run_config in config.train.runs.items():
-        start = None
-        if run_config.start_from is not None:
+        start, own = None, run_config
+        if run_config.start_from in results:
             start = [results[run_config.start_from]["identity"], first_step(config.train, name, training_set)]
+        elif run_config.start_from is not None:  # the folder's content counts, not where it lies
+            start, own = [sha256_tree(run_config.start_from), 0], replace(run_config, start_from=None)
         more = (described, config.target.dtype, start, VERSIONS["train"])
-        identity = run_fingerprint(config.train, run_config, training_set, *more)
+        identity = run_fingerprint(config.train, own, training_set, *more)
         job = Job(config, name, identity)
         results[name] = finished(job)
         if results[name] is not None:
@@ -262,9 +265,8 @@ def make_trainer(job: Job, device: torch.device) -> tuple[Trainer, Target]:
     draft_model = new_draft_model(config, run_config, target, training_set)
     num_blocks = 0
     if run_config.start_from is not None:
-        start = job.folder.parent / run_config.start_from / "final"
-        start_drafter(draft_model, start, target)
-        num_blocks = read_info(start)["num_blocks"]
+        start = start_folder(job.folder.parent, run_config.start_from)
+        num_blocks = start_drafter(draft_model, start, target)
     before = first_step(config, job.name, training_set)
     features = feature_file(job, training_set, layer_ids) if config.cache_features else None
     trainer = Trainer(target, training_set, config, run_config, draft_model, job.identity, num_blocks, before, features)
@@ -280,7 +282,7 @@ def feature_file(job: Job, training_set: TrainingSet, layer_ids: tuple[int, ...]
 def first_step(config: TrainConfig, name: str, training_set: TrainingSet) -> int:
     """Where the run begins in the order of the rows: behind the steps of all runs it continues from."""
     sampler, steps = Sampler(len(training_set), config.batch_size, config.seed), 0
-    while (start := config.runs[name].start_from) is not None:
+    while (start := config.runs[name].start_from) in config.runs:
         name = start
         steps += num_steps(config.runs[name], sampler)
     return steps
@@ -317,25 +319,34 @@ def progress_line(name: str, metrics: dict[str, float], total: int, seconds_per_
 
 def finish(job: Job, trainer: Trainer, target: Target) -> None:
     """Write `final/`, then `result.json`: its presence says that the run has finished."""
-    described = job.described()
-    info = {
-        "target": {key: described[key] for key in ("source", "revision", "tokenizer_hash", "template_hash")},
+    entries = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = [entry["loss"] for entry in entries if "loss" in entry]
+    taus = [entry["tau"] for entry in entries if entry.get("tau") is not None]
+    last = {"loss": losses[-1]} | ({"tau": taus[-1]} if taus else {})
+    dtype = "bfloat16" if target.embed.dtype == torch.bfloat16 else "float32"
+    save_draft_model(job.folder / "final", trainer.draft_model, origin(job, trainer, target) | last, dtype)
+    result = {"identity": job.identity, "steps": trainer.done, "num_blocks": trainer.num_blocks}
+    write_json(job.folder / "result.json", result | last)
+
+
+def origin(job: Job, trainer: Trainer, target: Target) -> dict[str, Any]:
+    """What a checkpoint says of where it comes from."""
+    described, meta = job.described(), trainer.training_set.meta
+    known = {key: described[key] for key in ("source", "revision", "model_type", "tokenizer_hash", "template_hash")}
+    return {
+        "target": known | {"architectures": getattr(target.config, "architectures", None) or []},
         "template_kwargs": job.config.target.template_kwargs,
+        "corpus": {"fingerprint": meta["content"], "rows": meta["rows"], "tokens": meta["tokens"]},
         "run": job.name,
+        "start_from": None if job.run.start_from is None else Path(job.run.start_from).name,
         "identity": job.identity,
+        "commit": provenance()["commit"],
         "steps": trainer.done,
         "num_blocks": trainer.num_blocks,
         "max_anchors": job.config.train.max_anchors,
         "bos_token_id": getattr(target.config, "bos_token_id", None),
         "eos_token_id": described["eos_token_id"],
     }
-    dtype = "bfloat16" if target.embed.dtype == torch.bfloat16 else "float32"
-    save_draft_model(job.folder / "final", trainer.draft_model, info, dtype)
-    entries = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    losses = [entry["loss"] for entry in entries if "loss" in entry]
-    taus = [entry["tau"] for entry in entries if entry.get("tau") is not None]
-    result = {"identity": job.identity, "steps": trainer.done, "num_blocks": trainer.num_blocks, "loss": losses[-1]}
-    write_json(job.folder / "result.json", result | ({"tau": taus[-1]} if taus else {}))
 
 
 if __name__ == "__main__":

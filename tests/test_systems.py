@@ -67,6 +67,14 @@ def test_the_systems_are_those_of_the_paper() -> None:
     assert small["dspark"].head_config["markov_rank"] == small["domino"].head_config["emb_dim"] == width // 4
 
 
+def test_a_start_from_a_folder_does_not_fit_the_other_layout() -> None:
+    config = load("demo")
+    runs = config.train.runs | {"dflash": replace(config.train.runs["dflash"], start_from="./published")}
+    config = replace(config, train=replace(config.train, runs=runs))
+    with pytest.raises(ValueError, match="dflash starts from ./published, .* give the run domino a start of its own"):
+        with_systems(config, ["domino"])
+
+
 def test_a_run_of_the_profile_is_not_replaced() -> None:
     plain = load("smollm2")
     own = replace(plain.train.runs["dflash"], head="domino", head_config={"emb_dim": 5}, start_from=None)

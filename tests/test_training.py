@@ -18,8 +18,8 @@ from fake_shards import turn, write_shard
 from lilicorr import training
 from lilicorr.anchors import choose_anchors
 from lilicorr.blocks import TrainBatch
-from lilicorr.checkpoint import save_draft_model
-from lilicorr.config import DrafterConfig, RunConfig, TrainConfig, fingerprint
+from lilicorr.checkpoint import read_checkpoint, save_draft_model, write_checkpoint
+from lilicorr.config import DrafterConfig, RunConfig, TrainConfig, YarnConfig, fingerprint
 from lilicorr.corpus import Sampler, TrainingSet, build_training_set
 from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.draft_model import DraftModel, build_draft_model
@@ -173,8 +173,35 @@ def test_start_from_takes_the_drafter_and_nothing_else(tmp_path: Path, target_fa
         assert torch.equal(draft_model.head.state_dict()[name], tensor), name
     shape = drafter_shape(replace(DRAFTER, intermediate_size=48), target.config)
     other = build_draft_model(shape, source.spec, "argmax", {}, target)
-    with pytest.raises(ValueError, match="its shape is .*, this run's is"):
+    with pytest.raises(ValueError, match="its intermediate_size is 64, this run's is 48"):
         start_drafter(other, tmp_path / "final", target)
+
+
+@pytest.mark.parametrize("form", ["zlab_old", "modelopt", "speculators"])
+def test_a_published_drafter_is_a_warm_start(tmp_path: Path, target_factory: MakeTarget, form: str) -> None:
+    """Any format, without our own notes, with YaRN for serving: LiLiCorr trains on from its drafter."""
+    target = target_factory(dtype=torch.float32)
+    source = make_model(target, "argmax")
+    for parameter in source.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    save_draft_model(tmp_path / "own", source, {"num_blocks": 7}, "float32")
+    checkpoint = read_checkpoint(tmp_path / "own")
+    yarn = YarnConfig(factor=4.0, original_max_position_embeddings=64)
+    description = replace(checkpoint.description, shape=replace(checkpoint.description.shape, yarn=yarn))
+    write_checkpoint(tmp_path / form, replace(checkpoint, description=description), form)
+    draft_model = make_model(target)
+    assert start_drafter(draft_model, tmp_path / form, target) == 7
+    (tmp_path / form / "lilicorr.json").unlink()
+    assert start_drafter(draft_model, tmp_path / form, target) == 0
+    for name, tensor in source.drafter.state_dict().items():
+        assert torch.equal(draft_model.drafter.state_dict()[name], tensor), name
+    assert draft_model.drafter.layers[0].self_attn.rotary.scale == 1.0
+    trainer = Trainer(target, make_set(tmp_path), CONFIG, RUN, draft_model)
+    assert trainer.step(0)["loss"] > 0
+    assert not torch.equal(draft_model.drafter.fc.weight, source.drafter.fc.weight)
+    wider = build_draft_model(source.shape, replace(source.spec, block_size=6), "argmax", {}, target)
+    with pytest.raises(ValueError, match="its block_size is 5, this run's is 6"):
+        start_drafter(wider, tmp_path / form, target)
 
 
 def test_the_blocks_of_the_run_before_count_too(tmp_path: Path, tiny_target: Target) -> None:

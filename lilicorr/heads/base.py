@@ -43,6 +43,7 @@ class HeadFormat:
     older_fields: dict[str, str] = field(default_factory=dict)  # field of dflash_config -> another spelling of it
     candidates_field: str | None = None  # field of dflash_config that holds K
     layout_field: str | None = None  # bool field of dflash_config, true for anchor-first
+    without_head: dict[str, Any] = field(default_factory=dict)  # values of fields that mean: the drafter alone
     at_top: tuple[str, ...] = ()  # fields that stand outside dflash_config as well
     target_tables: bool = False  # holds copies of the target's embedding and output tables
 

@@ -123,6 +123,7 @@ class DSparkHead(Head):
         },
         older_fields={"enable_confidence_head": "use_confidence_head"},
         layout_field="shift_label",
+        without_head={"markov_rank": 0, "enable_confidence_head": False},
         at_top=(
             *("block_size", "mask_token_id", "target_layer_ids", "num_anchors"),
             *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),

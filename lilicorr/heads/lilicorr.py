@@ -93,6 +93,7 @@ class LiLiCorrHead(Head):
             "lilicorr_logit_scale": "logit_scale",
         },
         candidates_field="lilicorr_candidate_topk",
+        without_head={"lilicorr_enabled": False},
     )
 
     def __init__(self, config: LiLiCorrConfig, shape: DrafterShape, spec: BlockSpec) -> None:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from fake_shards import turn, write_regeneration
-from lilicorr.checkpoint import load_draft_model, read_info
+from lilicorr.checkpoint import load_draft_model, read_checkpoint, read_info
+from lilicorr.checkpoint.__main__ import convert
 from lilicorr.config import DrafterConfig, PipelineConfig, RunConfig, TargetConfig, TrainConfig
 from lilicorr.prompts import Conversation, write_conversations
 from lilicorr.provenance import sha256_tree, write_json
@@ -139,6 +140,35 @@ def test_the_drafter_starts_where_the_run_before_ended(config: PipelineConfig, i
         assert torch.allclose(lilicorr.drafter.state_dict()[name], tensor, atol=1e-9), name
 
 
+def test_a_run_starts_from_the_folder_of_a_checkpoint(
+    config: PipelineConfig, in_process: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative to where the command was started; the same content elsewhere is the same run."""
+    runs = {"trunk": replace(RUNS["trunk"], steps=1)}
+    train.run(with_train(config, runs=runs))
+    published = tmp_path / "published"
+    convert(config.directory / "train" / "trunk" / "final", published, "zlab_old")
+    (published / "lilicorr.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    runs |= {"warm": replace(RUNS["lilicorr"], start_from="./published", steps=1)}
+    settings = with_train(config, runs=runs, drafter_lr=1e-12)
+    result = train.run(settings)["runs"]["warm"]
+    final = config.directory / "train" / "warm" / "final"
+    warm, start = (read_checkpoint(folder).tensors for folder in (final, published))
+    assert all(torch.allclose(warm[name], tensor, atol=1e-9) for name, tensor in start.items())
+    info = read_info(final)
+    assert info["start_from"] == "published" and info["num_blocks"] == entries(config, "warm")[0]["blocks"]
+    card = (final / "README.md").read_text()
+    assert (
+        f"| corpus, fingerprint | {info['corpus']['fingerprint']} |" in card
+        and "| continued from | published |" in card
+    )
+    published.rename(tmp_path / "moved")
+    runs |= {"warm": replace(runs["warm"], start_from=str(tmp_path / "moved"))}
+    assert train.run(with_train(config, runs=runs, drafter_lr=1e-12))["runs"]["warm"] == result
+    assert in_process == ["trunk", "trunk", "warm"]
+
+
 def test_a_branch_goes_on_where_the_runs_before_it_stopped(
     config: PipelineConfig, in_process: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +249,7 @@ def test_a_run_goes_on_from_its_newest_state(
         ({"runs": {"a": RunConfig()}}, "exactly one of epochs and steps"),
         ({"runs": {"a": RunConfig(head="argmax", steps=1, start_from="b")}}, "there is none.*got 'b'"),
         ({"runs": {"a": RunConfig(steps=1), "b": RunConfig(steps=1, start_from="b")}}, r"before it \(a\), got 'b'"),
+        ({"runs": {"a": RunConfig(steps=1, start_from="./no/where")}}, "a.start_from: .*no/where is not a checkpoint"),
         ({"runs": {"a": RunConfig(steps=1, head_config={"widht": 3})}}, "unknown key train.runs.a.head_config.widht"),
         ({"runs": {"training_set": RunConfig(steps=1)}}, "train.runs.training_set: a run's name"),
         ({"runs": {"../a": RunConfig(steps=1)}}, r"train.runs.\.\./a: a run's name"),

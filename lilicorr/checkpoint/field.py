@@ -1,13 +1,14 @@
 """The fields of a draft model's `config.json`, read strictly.
 
-Place in the flow: `checkpoint` reads every field of a checkpoint through `Fields`; whatever is missing, of the
-wrong type or contradicts itself is an error that names the file and the field.
+Place in the flow: `description` reads every field of a checkpoint through `Fields`; whatever is missing, unknown, of
+the wrong type or contradicts itself is an error that names the file and the field.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,14 @@ from lilicorr.config import YarnConfig, from_dict
 
 
 class Fields:
-    """The fields of a config.json; what is missing or contradicts itself is an error that names it."""
+    """The fields of a config.json; what is missing or contradicts itself is an error that names it.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.is_file():
-            raise ValueError(f"{path.parent} is not a draft model: {path.name} is missing")
-        try:
-            self.top: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
-        self.block: dict[str, Any] = self.top.get("dflash_config") or {}
+    `top` are the outer fields, of which `dflash_config` holds those of block and head; `path` is for messages.
+    """
+
+    def __init__(self, path: Path, top: dict[str, Any]) -> None:
+        self.path, self.top = path, top
+        self.block: dict[str, Any] = top.get("dflash_config") or {}
 
     def get(self, name: str, kind: type = int) -> Any:
         """A field of `dflash_config`, else of the top level."""
@@ -54,6 +52,26 @@ class Fields:
             if place.get(name) not in (None, *harmless):
                 raise ValueError(f"{self.path}: {name} = {place[name]!r} is not supported")
 
+    def refuse_unknown(self, top: Collection[str], block: Collection[str]) -> None:
+        """Refuse fields whose meaning is not known; names that begin with _ are notes of their writer."""
+        for where, place, known in (("", self.top, top), ("dflash_config.", self.block, block)):
+            for name in place:
+                if name not in known and not name.startswith("_"):
+                    raise ValueError(f"{self.path}: field {where}{name} is unknown: what it changes is not implemented")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a draft model's folder; raises ValueError where there is none."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} is not a draft model: {path.name} is missing")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold an object, found {type(values).__name__}")
+    return values
+
 
 def rope_fields(theta: float, yarn: YarnConfig | None) -> dict[str, Any]:
     """RoPE in the old and the new schema: servers read either, and silently do without where theirs is missing."""
@@ -71,32 +89,35 @@ def rope_fields(theta: float, yarn: YarnConfig | None) -> dict[str, Any]:
     }
 
 
-def read_rope(config: Fields, target_theta: float) -> tuple[float, YarnConfig | None]:
+def read_rope(config: Fields, target_theta: float | None = None) -> tuple[float, YarnConfig | None]:
     """RoPE base and YaRN of either schema; what stands in both must agree, and the base be the target's."""
     parameters, scaling = config.top.get("rope_parameters") or {}, config.top.get("rope_scaling") or {}
-    bases = {place.get("rope_theta") for place in (parameters, config.top)} - {None}
+    bases = {place.get("rope_theta") for place in (parameters, scaling, config.top)} - {None}
     if not bases:
         raise ValueError(f"{config.path}: field rope_theta is missing")
-    if bases != {target_theta}:
-        values = " and ".join(str(value) for value in sorted(bases))
-        raise ValueError(f"{config.path}: rope_theta is {values}, the target's is {target_theta}")
+    if len(bases) > 1 or (target_theta is not None and bases != {target_theta}):
+        values = " and ".join(sorted(str(value) for value in bases))
+        wanted = "it must be one value" if target_theta is None else f"the target's is {target_theta}"
+        raise ValueError(f"{config.path}: rope_theta is {values}, {wanted}")
     yarns = [
         _yarn(config, name, values) for name, values in (("rope_parameters", parameters), ("rope_scaling", scaling))
     ]
     stated = [yarn for yarn in yarns if yarn is not None]
     if parameters and scaling and yarns[0] != yarns[1]:
         raise ValueError(f"{config.path}: rope_parameters say {yarns[0]}, rope_scaling says {yarns[1]}")
-    return float(target_theta), stated[0] if stated else None
+    return float(bases.pop()), stated[0] if stated else None
 
 
 def _yarn(config: Fields, name: str, values: dict[str, Any]) -> YarnConfig | None:
     """YaRN of one schema, None for plain RoPE; mscale == mscale_all_dim means no temperature, as in transformers."""
     kind = values.get("rope_type", values.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "yarn":
+    if kind not in ("default", "yarn"):
         raise ValueError(f"{config.path}: {name}.rope_type = {kind!r} is not supported")
     rest = {key: value for key, value in values.items() if key not in ("rope_type", "type", "rope_theta")}
+    if kind == "default":
+        if rest:
+            raise ValueError(f"{config.path}: field {name}.{next(iter(rest))} is unknown for plain RoPE")
+        return None
     scales = [rest.pop(key, None) for key in ("mscale", "mscale_all_dim")]
     if scales != [None, None]:
         if scales[0] != scales[1]:

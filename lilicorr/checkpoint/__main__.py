@@ -1,0 +1,140 @@
+"""Checkpoints on the command line: what one is, and the same one in another project's format.
+
+    python -m lilicorr.checkpoint inspect FOLDER
+    python -m lilicorr.checkpoint convert SOURCE DESTINATION --to vllm
+    python -m lilicorr.checkpoint convert SOURCE DESTINATION --to speculators --target Qwen/Qwen3-8B
+    python -m lilicorr.checkpoint convert SOURCE DESTINATION --to sglang --results runs/demo/evaluate/results.json
+    python -m lilicorr.checkpoint push FOLDER NAME/REPOSITORY
+
+Place in the flow: behind training and beside it; the formats are in `format`, docs/checkpoints.md says who reads
+which. With `--target` (a folder or hub name, or `embedded`) the checkpoint is held against that model, which some
+formats need: they hold copies of its tables, or do not say how many layers it has. With `--results` the model card
+has the acceptance lengths of that evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lilicorr.checkpoint.card import taus_of
+from lilicorr.checkpoint.description import target_of
+from lilicorr.checkpoint.field import read_json
+from lilicorr.checkpoint.format import FORMATS, NATIVE, SPECULATORS, TABLES, spelled_as, with_tables
+from lilicorr.checkpoint.hub import push_to_hub
+from lilicorr.checkpoint.store import CONFIG, Checkpoint, read_checkpoint, read_tensors, write_checkpoint
+from lilicorr.config import TargetConfig
+from lilicorr.target import Target, load_target
+
+
+def inspect(folder: Path, target: Target | None = None) -> dict[str, Any]:
+    """What a checkpoint is, by name of the property; errors as of `read_checkpoint`."""
+    checkpoint = read_checkpoint(folder, target)
+    description, spec, shape = checkpoint.description, checkpoint.description.spec, checkpoint.description.shape
+    names = {name.removeprefix("model.") for name in read_tensors(folder)}
+    readers = spelled_as(read_json(folder / CONFIG), names, checkpoint.tensors, description, checkpoint.info)
+    drafts = "all" if description.num_draft_ids is None else description.num_draft_ids
+    return {
+        "head": f"{description.head} {description.head_config or ''}".strip(),
+        "blocks": f"{spec.layout}, block size {spec.block_size}, drafted width {spec.num_slots}",
+        "candidates": spec.num_candidates if description.head == "lilicorr" else "none",
+        "mask token": spec.mask_token_id,
+        "captured layers": f"{list(spec.target_layer_ids)} of the target's {shape.num_target_layers}",
+        "drafter": f"{shape.num_layers} layers, width {shape.hidden_size}, {shape.num_heads} heads, "
+        f"{shape.num_kv_heads} of keys, {shape.head_dim} wide, MLP {shape.intermediate_size}",
+        "vocabulary": f"{shape.vocab_size}, drafted: {drafts}",
+        "RoPE": f"base {shape.rope_theta:g}, {shape.yarn or 'plain'}",
+        "tensors": f"{len(checkpoint.tensors)}, {sum(t.numel() for t in checkpoint.tensors.values()):,} parameters, "
+        f"{description.dtype}, tables of the target: {', '.join(checkpoint.tables) or 'none'}",
+        "as it stands for": ", ".join(readers) or "this library only",
+        **{name: value for name, value in checkpoint.info.items() if value is not None},
+    }
+
+
+def convert(
+    source: Path,
+    destination: Path,
+    form: str,
+    target: Target | None = None,
+    name: str | None = None,
+    results: Path | None = None,
+    system: str | None = None,
+) -> None:
+    """Write the checkpoint `source` in another format.
+
+    `target` gives what the source lacks, `name` is what the format calls it; `results` of an evaluation give the
+    card the acceptance lengths of `system`, by default the run's own. Raises ValueError for a destination that
+    exists, and as `read_checkpoint` and `write_checkpoint` do.
+    """
+    if destination.exists():
+        raise ValueError(f"{destination} exists: convert writes a folder of its own")
+    checkpoint = read_checkpoint(source, target)
+    if target is not None:
+        checkpoint = _with_target(checkpoint, form, target, name)
+    if results is not None:
+        taus = taus_of(results, system or str(checkpoint.info.get("run")))
+        checkpoint = replace(checkpoint, info=checkpoint.info | {"taus": taus})
+    write_checkpoint(destination, checkpoint, form)
+
+
+def _with_target(checkpoint: Checkpoint, form: str, target: Target, name: str | None) -> Checkpoint:
+    """The checkpoint with what the format takes from the target."""
+    info, tables = checkpoint.info, checkpoint.tables
+    before = target_of(info)
+    known = {"source": name or before.get("source"), "architectures": getattr(target.config, "architectures", None)}
+    info = info | {"target": before | {key: value for key, value in known.items() if value}}
+    if with_tables(form, checkpoint.description.head) or form == SPECULATORS:
+        kind = checkpoint.tensors["fc.weight"].dtype
+        tables = {
+            key: getattr(target, attribute).detach().to("cpu", kind, copy=True) for key, attribute in TABLES.items()
+        }
+    return replace(checkpoint, info=info, tables=tables)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lilicorr.checkpoint", description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    shown = commands.add_parser("inspect", help="what a checkpoint is, and who reads it as it stands")
+    shown.add_argument("folder", type=Path)
+    converted = commands.add_parser("convert", help="write a checkpoint in another format")
+    converted.add_argument("source", type=Path)
+    converted.add_argument("destination", type=Path)
+    converted.add_argument("--to", required=True, metavar="FORMAT", help=", ".join([NATIVE, *FORMATS, SPECULATORS]))
+    converted.add_argument("--results", type=Path, help="results.json of an evaluation, for the model card")
+    converted.add_argument("--system", help="whose results; by default the system named like the run")
+    pushed = commands.add_parser("push", help="upload a checkpoint to a model hub")
+    pushed.add_argument("folder", type=Path)
+    pushed.add_argument("repository", help="owner/name")
+    pushed.add_argument("--private", action="store_true")
+    for command in (shown, converted):
+        command.add_argument("--target", help="folder or hub name of the model that it was trained for")
+        command.add_argument("--revision", help="of the target, on the hub")
+        command.add_argument("--mask-token-id", type=int, help="where the target's tokenizer does not settle it")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; a ValueError becomes its message."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.command == "push":
+            print(push_to_hub(options.folder, options.repository, options.private))
+            return
+        target = None
+        if options.target is not None:
+            target = load_target(TargetConfig(options.target, options.revision, mask_token_id=options.mask_token_id))
+        if options.command == "inspect":
+            for name, value in inspect(options.folder, target).items():
+                print(f"{name:<16} {value}")
+        else:
+            paths, more = (options.source, options.destination), (options.results, options.system)
+            convert(*paths, options.to, target, options.target, *more)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

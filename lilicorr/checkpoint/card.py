@@ -1,0 +1,156 @@
+"""The model card of a checkpoint: what it is, what it was trained on, how to serve it.
+
+Place in the flow: `store` writes it as `README.md` into every checkpoint folder, from the description and the info
+that stand beside it; what is not known is left out. `taus` adds acceptance lengths from an evaluation.
+
+Paper: section 4.1 (what was trained on what), Table 5 (the form of the table of acceptance lengths).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lilicorr.blocks import ANCHOR_FIRST
+from lilicorr.checkpoint.description import Description, target_of
+from lilicorr.checkpoint.format import problem
+
+CARD = "README.md"
+METHODS = {"argmax": "DFlash", "domino": "Domino", "dspark": "DSpark", "lilicorr": "LiLiCorr"}
+LAYOUTS = {True: "anchor-first: every token of a block predicts the position behind its own", False: "in place"}
+REASONING = {
+    True: "on: trained on answers with reasoning; drafts of answers without it are accepted far less often",
+    False: "off: trained on answers without reasoning; drafts of reasoning are accepted far less often",
+    None: "as the target's chat template has it by default",
+}
+
+
+def model_card(description: Description, info: dict[str, Any]) -> str:
+    """The card in Markdown, with the head matter that model hubs read."""
+    method = METHODS.get(description.head, description.head)
+    source = target_of(info).get("source")
+    title = f"{method} draft model" + (f" for {source}" if source else "")
+    parts = [
+        _head_matter(source),
+        f"# {title}",
+        f"Drafts {description.spec.num_slots} tokens in one pass for speculative decoding. The target checks them, so "
+        "the answers are the target's own; another target than the one below accepts next to nothing.",
+        _table("property", "value", _facts(description, info)),
+    ]
+    training = _training(info)
+    if training:
+        parts += ["## Training", _table("figure", "value", training)]
+    if info.get("taus"):
+        parts += ["## Acceptance length", _taus(info["taus"])]
+    parts += ["## Serving", _serving(description, source or "TARGET", info)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _head_matter(source: str | None) -> str:
+    lines = ["library_name: lilicorr", "pipeline_tag: text-generation", "tags:", "- speculative-decoding"]
+    if source and source.count("/") == 1 and not source.startswith((".", "/", "~")):  # a hub name, not a folder
+        lines.insert(0, f"base_model: {source}")
+    return "\n".join(["---", *lines, "---"])
+
+
+def _table(name: str, value: str, rows: dict[str, Any]) -> str:
+    lines = [f"| {name} | {value} |", "|---|---|"]
+    return "\n".join(lines + [f"| {key} | {text} |" for key, text in rows.items() if text is not None])
+
+
+def _facts(description: Description, info: dict[str, Any]) -> dict[str, Any]:
+    """What the draft model is, and for which target."""
+    spec, shape, target = description.spec, description.shape, target_of(info)
+    kwargs = info.get("template_kwargs")
+    settings = ", ".join(f"{key} {value}" for key, value in description.head_config.items())
+    drafts = description.num_draft_ids
+    return {
+        "method": METHODS.get(description.head, description.head),
+        "head": settings or None,
+        "block layout": LAYOUTS[spec.layout == ANCHOR_FIRST],
+        "block size": spec.block_size,
+        "drafted width": f"{spec.num_slots} tokens a block",
+        "candidates": spec.num_candidates if description.head == "lilicorr" else None,
+        "drafter": f"{shape.num_layers} layers, width {shape.hidden_size}, {description.dtype}",
+        "vocabulary": f"{shape.vocab_size}" + ("" if drafts is None else f", of which {drafts} are drafted"),
+        "target": target.get("source"),
+        "revision": target.get("revision"),
+        "layers captured": f"{', '.join(str(i) for i in spec.target_layer_ids)} of {shape.num_target_layers}",
+        "mask token": spec.mask_token_id,
+        "tokenizer, sha256": target.get("tokenizer_hash"),
+        "chat template, sha256": target.get("template_hash"),
+        "reasoning": None if kwargs is None else REASONING.get(kwargs.get("enable_thinking")),
+        "YaRN": None
+        if shape.yarn is None
+        else f"{shape.yarn.factor:g} times {shape.yarn.original_max_position_embeddings}",
+    }
+
+
+def _training(info: dict[str, Any]) -> dict[str, Any]:
+    """How it was trained; empty for a checkpoint of unknown origin."""
+    corpus = info.get("corpus") or {}
+    return {
+        name: value
+        for name, value in {
+            "run": info.get("run"),
+            "corpus, fingerprint": corpus.get("fingerprint"),
+            "corpus": f"{corpus['rows']:,} rows, {corpus['tokens']:,} tokens" if "rows" in corpus else None,
+            "continued from": info.get("start_from"),
+            "optimizer steps": info.get("steps"),
+            "blocks seen": f"{info['num_blocks']:,}" if info.get("num_blocks") else None,
+            "anchors a row": info.get("max_anchors"),
+            "last loss": f"{info['loss']:.4f}" if info.get("loss") is not None else None,
+            "acceptance length, probed while training": f"{info['tau']:.3f}" if info.get("tau") is not None else None,
+            "commit": info.get("commit"),
+        }.items()
+        if value is not None
+    }
+
+
+def _taus(taus: dict[str, Any]) -> str:
+    """tau of every set with its interval, in tokens per verified block, the bonus token included."""
+    lines = ["| set | tau | 95 % interval | speed-up |", "|---|---|---|---|"]
+    for name, row in taus.items():
+        interval = "" if row.get("ci95") is None else "{:.2f} to {:.2f}".format(*row["ci95"])
+        speed = "" if row.get("speedup") is None else f"{row['speedup']:.2f}"
+        lines.append(f"| {name} | {row['tau']:.2f} | {interval} | {speed} |")
+    return "\n".join(["Greedy; tokens a verified block adds, the bonus token included.", "", *lines])
+
+
+def _serving(description: Description, source: str, info: dict[str, Any]) -> str:
+    """The commands, for servers that can read this head; a format's name is `convert`'s."""
+    width, dspark = description.spec.num_slots, description.head == "dspark"
+    kwargs = json.dumps(info.get("template_kwargs") or {})
+    here = f"serve run serve_app.app:build_app checkpoint=CHECKPOINT target={source} 'template_kwargs={kwargs}'"
+    settings = {"method": "dspark" if dspark else "dflash", "model": "CHECKPOINT", "num_speculative_tokens": width}
+    vllm = f"vllm serve {source} --speculative-config '{json.dumps(settings)}'"
+    sglang = (
+        f"python -m sglang.launch_server --model-path {source} --speculative-draft-model-path CHECKPOINT "
+        + ("--speculative-algorithm DSPARK" if dspark else "--speculative-algorithm DFLASH")
+        + f" --speculative-num-draft-tokens {width + 1}"
+    )
+    lines = ["CHECKPOINT stands for this folder's absolute path or its name on a hub.", ""]
+    for server, name, command in (
+        ("The library that trained it", None, here),
+        ("vLLM", "vllm", vllm),
+        ("SGLang", "sglang", sglang),
+    ):
+        why = None if name is None else problem(name, description)
+        lines += [f"{server}:", "", f"    {command}", ""] if why is None else [f"Not {server}: {why}.", ""]
+    return "\n".join(lines).rstrip()
+
+
+def taus_of(results: Path, system: str) -> dict[str, Any]:
+    """The acceptance lengths of one system from `results.json` of an evaluation, by set.
+
+    Raises ValueError for a system that was not evaluated.
+    """
+    systems = json.loads(results.read_text(encoding="utf-8"))["systems"]
+    if system not in systems:
+        raise ValueError(f"{results} has the systems {', '.join(systems)}, not {system!r}")
+    return {
+        name: {"tau": values["tau"], "ci95": values.get("tau_ci95"), "speedup": values.get("speedup")}
+        for name, values in systems[system].items()
+        if values["tau"] is not None
+    }

@@ -1,0 +1,31 @@
+"""Publishing a checkpoint on a model hub.
+
+Place in the flow: behind `convert`. The client is huggingface_hub's, which comes with transformers and finds its own
+login; it is imported where it is used, since nothing else here needs it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lilicorr.checkpoint.card import CARD
+from lilicorr.checkpoint.store import read_checkpoint
+
+
+def push_to_hub(folder: Path, repo_id: str, private: bool = False, endpoint: str | None = None) -> str:
+    """Upload a checkpoint folder as the model `repo_id`, made if it does not exist; returns the commit's address.
+
+    `endpoint` is another hub than the client's own. What does not load here is not published: ValueError as of
+    `read_checkpoint`, and for a folder without a model card.
+    """
+    from huggingface_hub import HfApi
+
+    folder = Path(folder)
+    description = read_checkpoint(folder).description
+    if not (folder / CARD).is_file():
+        raise ValueError(f"{folder / CARD} is missing: `convert` writes a checkpoint with its model card")
+    api = HfApi(endpoint=endpoint)
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    message = f"{description.head} draft model, drafts {description.spec.num_slots} tokens a block"
+    commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+    return str(commit.commit_url)

@@ -1,0 +1,177 @@
+"""The format of vLLM's `speculators` library, translated into our fields and back.
+
+Place in the flow: `format` writes it and `store` reads it through here. Unlike every other one it keeps the drafter's
+transformer in a part of its own, leaves out what equals the defaults of a Qwen3 model, counts captured layers from
+one, holds the number of drafted tokens beside the block size, and has tensors for a draft vocabulary: `t2d` [V], true
+for the target ids that are drafted, and `d2t` [D], what to add to a draft id to get the target's.
+
+It knows DFlash and DSpark. Fields and tensors as of speculators 0.9.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, Qwen3Config
+
+from lilicorr.blocks import ANCHOR_FIRST, IN_PLACE
+from lilicorr.checkpoint.description import Description, block_fields, layer_fields, target_of
+from lilicorr.checkpoint.field import Fields
+from lilicorr.heads import HEADS
+
+TYPE = "speculators_model_type"  # only such a config.json has it
+HEAD_TYPES = {"argmax": "dflash", "dspark": "dspark"}
+ARCHITECTURES = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
+MAPS = ("t2d", "d2t")
+LM_HEAD = "lm_head.weight"
+DSPARK_FIELDS = tuple(HEADS["dspark"].format.config_fields)
+OWN_FIELDS = {
+    *(TYPE, "speculators_version", "speculators_config", "transformer_layer_config", "architectures", "block_size"),
+    *("draft_vocab_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id", "num_target_layers"),
+    *("sliding_window_non_causal", "sample_from_anchor", "torch_dtype", "tie_word_embeddings", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+}
+# What a transformers configuration leaves out where it equals its default.
+DEFAULTED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps"),
+)
+
+
+def problem(description: Description) -> str | None:
+    """Why the format cannot say what `description` does, None where it can."""
+    last = description.shape.num_target_layers - 1
+    if last in description.spec.target_layer_ids:
+        return f"speculators cannot say that layer {last}, the target's last, is captured"
+    if description.head == "dspark" and description.num_draft_ids is not None:
+        return "a DSpark head over a draft vocabulary is not supported in the speculators format"
+    return None
+
+
+def encode_config(description: Description, info: dict[str, Any]) -> dict[str, Any]:
+    """`config.json` in this format; `info["target"]` names the target."""
+    kind, spec, shape = HEAD_TYPES[description.head], description.spec, description.shape
+    block, layer, target = block_fields(description), layer_fields(description, info), target_of(info)
+    draft = description.num_draft_ids
+    method = {"proposal_type": "greedy", "speculative_tokens": spec.num_slots}
+    return {
+        "architectures": [ARCHITECTURES[kind]],
+        TYPE: kind,
+        "dtype": description.dtype,
+        "num_target_layers": layer.pop("num_target_layers"),
+        "block_size": spec.block_size,
+        "draft_vocab_size": shape.vocab_size if draft is None else draft,
+        "aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in spec.target_layer_ids],
+        "mask_token_id": spec.mask_token_id,
+        "sample_from_anchor": spec.layout == ANCHOR_FIRST,
+        "sliding_window_non_causal": False,
+        **({name: block[name] for name in DSPARK_FIELDS} if kind == "dspark" else {}),
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {
+                "name_or_path": target.get("source"),
+                "architectures": target.get("architectures") or [],
+            },
+        },
+    }
+
+
+def decode_config(path: Path, top: dict[str, Any], num_target_layers: int | None) -> Fields:
+    """The fields of such a config.json in our spelling.
+
+    `num_target_layers` where the caller knows it: only checkpoints written here say it themselves. Raises ValueError
+    that names the field for what is missing, unknown or contradictory.
+    """
+    config = Fields(path, {key: value for key, value in top.items() if key != "transformer_layer_config"})
+    kind = config.get(TYPE, str)
+    if kind not in ARCHITECTURES or config.get("architectures", list) != [ARCHITECTURES[kind]]:
+        raise ValueError(
+            f"{path}: {TYPE} must be one of {', '.join(ARCHITECTURES)} with its architecture "
+            f"{' or '.join(ARCHITECTURES.values())}, got {kind!r} with {config.get('architectures', list)}"
+        )
+    own = OWN_FIELDS | (set(DSPARK_FIELDS) if kind == "dspark" else set())
+    config.refuse_unknown(own | PretrainedConfig().to_dict().keys(), ())
+    layer = _layer(Fields(path, top).get("transformer_layer_config", dict), Qwen3Config().to_dict())
+    ids = config.get("aux_hidden_state_layer_ids", list)
+    block: dict[str, Any] = {
+        "block_size": config.get("block_size"),
+        "layout": ANCHOR_FIRST if config.get("sample_from_anchor", bool) else IN_PLACE,
+        "mask_token_id": config.get("mask_token_id"),
+        "target_layer_ids": [layer_id - 1 for layer_id in ids],
+    }
+    if kind == "dspark":
+        block |= {"projector_type": "dspark"} | {
+            name: config.get(name, type(getattr(HEADS["dspark"].Config(), name))) for name in DSPARK_FIELDS
+        }
+    if config.get("draft_vocab_size") != layer["vocab_size"]:
+        block["draft_vocab_size"] = config.get("draft_vocab_size")
+    _check_drafted(config, block)
+    for name in ("dtype", "torch_dtype"):
+        if config.has(name):
+            layer[name] = config.get(name, str)
+    layers = config.get("num_target_layers") if config.has("num_target_layers") else num_target_layers
+    architecture = HEADS["dspark" if kind == "dspark" else "argmax"].format.architecture
+    outer = {"architectures": [architecture], "dflash_config": block, "num_target_layers": layers}
+    return Fields(path, layer | outer)
+
+
+def _layer(stated: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The drafter's transformer with what was left out as a default; the number of layers makes the list of kinds."""
+    layer = {name: defaults[name] for name in DEFAULTED} | stated
+    if not any(layer.get(name) for name in ("rope_theta", "rope_parameters", "rope_scaling")):
+        layer["rope_parameters"] = defaults["rope_parameters"]
+    return {name: value for name, value in layer.items() if name != "architectures"}
+
+
+def _check_drafted(config: Fields, block: dict[str, Any]) -> None:
+    """Refuse a number of drafted tokens that the blocks do not hold: servers take it from here."""
+    slots = block["block_size"] - (block["layout"] == IN_PLACE)
+    methods = (config.top.get("speculators_config") or {}).get("proposal_methods")
+    if not methods:
+        raise ValueError(f"{config.path}: field speculators_config.proposal_methods is missing")
+    for method in methods:
+        if method.get("speculative_tokens") is None or method["speculative_tokens"] > slots:
+            raise ValueError(
+                f"{config.path}: speculative_tokens of {method.get('proposal_type')} must be at most {slots}, what a "
+                f"block of {block['block_size']} drafts, got {method.get('speculative_tokens')}"
+            )
+
+
+def target_name(top: dict[str, Any]) -> dict[str, Any]:
+    """What the format says of the target, as `info["target"]`."""
+    verifier = (top.get("speculators_config") or {}).get("verifier") or {}
+    return {"source": verifier.get("name_or_path"), "architectures": verifier.get("architectures") or []}
+
+
+def map_tensors(vocab_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """`t2d` and `d2t` of the drafted target ids [D], ascending."""
+    drafted = torch.zeros(vocab_size, dtype=torch.bool)
+    drafted[vocab_ids.cpu()] = True
+    return {"t2d": drafted, "d2t": vocab_ids.cpu() - torch.arange(len(vocab_ids))}
+
+
+def read_maps(path: Path, tensors: dict[str, Tensor], size: int | None, vocab_size: int) -> Tensor | None:
+    """Take `t2d` and `d2t` out of `tensors` and return the ids that they name, None for the whole vocabulary."""
+    maps = {name: tensors.pop(name) for name in MAPS if name in tensors}
+    if (size is not None) != (len(maps) == len(MAPS)) or len(maps) == 1:
+        found = ", ".join(maps) or "neither"
+        raise ValueError(f"{path}: a draft vocabulary of {size} needs t2d and d2t or none of them, found {found}")
+    if size is None:
+        return None
+    drafted, offsets = maps["t2d"], maps["d2t"]
+    if drafted.shape != (vocab_size,) or offsets.shape != (size,):
+        raise ValueError(
+            f"{path}: t2d and d2t have shapes {list(drafted.shape)} and {list(offsets.shape)}, must be "
+            f"[{vocab_size}] and [{size}]"
+        )
+    ids = torch.arange(size) + offsets
+    if not torch.equal(ids, drafted.nonzero()[:, 0]):
+        raise ValueError(f"{path}: t2d and d2t name different ids")
+    return ids

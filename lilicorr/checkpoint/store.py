@@ -1,0 +1,339 @@
+"""Draft models on disk, in the formats that the public servers and trainers read.
+
+Place in the flow: training ends with `save_draft_model`; evaluation, serving and `start_from` begin with
+`load_draft_model`. A folder holds `model.safetensors`, `config.json`, `lilicorr.json` (which target it was
+trained for, and how), `README.md` (`card`) and, where the drafter predicts a part of the vocabulary only,
+`draft_vocab.npy`.
+
+The drafter's tensors and fields are those of z-lab's DFlash checkpoints; what a head adds is its own `format`
+(`heads/base.py`), in the spelling of its authors. The layout of the blocks is a field of every checkpoint. Other
+projects' formats are read without being named, and written by `write_checkpoint` (`format`). Reading is strict both
+ways: a tensor or field that is missing, surplus or does not fit the target is an error that names it.
+
+Paper: section 3 and Table 4 give the shapes; the format is the one of SGLang's and vLLM's loaders.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lilicorr.checkpoint import speculator
+from lilicorr.checkpoint.card import CARD, model_card
+from lilicorr.checkpoint.description import Description, check_target, describe, describe_model, stored_head
+from lilicorr.checkpoint.field import Fields, read_json
+from lilicorr.checkpoint.format import (
+    NATIVE,
+    SPECULATORS,
+    TABLES,
+    encode_config,
+    own_name,
+    problem,
+    their_names,
+    with_tables,
+)
+from lilicorr.config import YarnConfig
+from lilicorr.draft_model import DraftModel, build_draft_model
+from lilicorr.folder import new_folder
+from lilicorr.heads import HEADS
+from lilicorr.heads.base import HeadFormat
+from lilicorr.target import Target
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+READ_DTYPES = DTYPES | {"float16": torch.float16}
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+INFO, DRAFT_VOCAB = "lilicorr.json", "draft_vocab.npy"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A draft model as a folder holds it, in our spelling."""
+
+    description: Description
+    tensors: dict[str, Tensor]  # of the drafter and the head
+    tables: dict[str, Tensor] = field(default_factory=dict)  # copies of the target's tables
+    vocab_ids: Tensor | None = None  # [D] the target ids that are drafted, ascending; None: all
+    info: dict[str, Any] = field(default_factory=dict)  # where it comes from, JSON-able
+
+
+def checkpoint_tensors(draft_model: DraftModel) -> dict[str, Tensor]:
+    """The draft model's own tensors under the names a checkpoint gives them."""
+    form = HEADS[draft_model.head_name].format
+    head = draft_model.head.state_dict()
+    return draft_model.drafter.state_dict() | {form.prefix + name: tensor for name, tensor in head.items()}
+
+
+def save_draft_model(
+    folder: Path, draft_model: DraftModel, target_info: dict[str, Any], dtype: str = "bfloat16"
+) -> None:
+    """Write `draft_model` as a checkpoint folder, whole or not at all.
+
+    `target_info` (JSON-able) goes to `lilicorr.json`; its `bos_token_id` and `eos_token_id` also to
+    `config.json`. Raises ValueError for an unknown `dtype`.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype of a checkpoint must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+    def kept(tensor: Tensor) -> Tensor:
+        # a target may tie its two tables, and a file may not hold one storage twice
+        return tensor.detach().to("cpu", DTYPES[dtype], copy=True).contiguous()
+
+    tensors = {name: kept(tensor) for name, tensor in checkpoint_tensors(draft_model).items()}
+    tables = {}
+    if with_tables(NATIVE, draft_model.head_name):
+        tables = {name: kept(getattr(draft_model, attribute)) for name, attribute in TABLES.items()}
+    vocab_ids = None if draft_model.vocab_ids is None else draft_model.vocab_ids.cpu()
+    description = describe_model(draft_model, dtype)
+    write_checkpoint(folder, Checkpoint(description, tensors, tables, vocab_ids, target_info))
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint, form: str = NATIVE) -> None:
+    """Write a checkpoint folder in the format `form`, whole or not at all; errors as of `encode`."""
+    config, tensors = encode(checkpoint, form)
+    spec = checkpoint.description.spec
+    block = {"block_size": spec.block_size, "layout": spec.layout, "drafted_width": spec.num_slots}
+    with new_folder(Path(folder)) as aside:
+        save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
+        _write(aside / CONFIG, config)
+        _write(aside / INFO, checkpoint.info | {"block": block})
+        (aside / CARD).write_text(model_card(checkpoint.description, checkpoint.info), encoding="utf-8")
+        if checkpoint.vocab_ids is not None and form == NATIVE:
+            np.save(aside / DRAFT_VOCAB, checkpoint.vocab_ids.numpy())
+
+
+def encode(checkpoint: Checkpoint, form: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """`config.json` and the tensors of a checkpoint in the format `form`.
+
+    Raises ValueError where the format is unknown, cannot say what the checkpoint is, or wants tables that it lacks.
+    """
+    description = checkpoint.description
+    wrong = problem(form, description)
+    if wrong is not None:
+        raise ValueError(wrong)
+    names = their_names(form, description.head, checkpoint.tensors)
+    tensors = {names[name]: tensor for name, tensor in checkpoint.tensors.items()}
+    if with_tables(form, description.head):
+        if not checkpoint.tables:
+            raise ValueError(f"{form} holds copies of the target's tables, this checkpoint has none: name the target")
+        tensors |= checkpoint.tables
+    if form == SPECULATORS and checkpoint.vocab_ids is not None:
+        tensors |= speculator.map_tensors(checkpoint.vocab_ids, description.shape.vocab_size)
+        tensors |= _drafted_rows(checkpoint)
+    return encode_config(form, description, checkpoint.info), tensors
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def _drafted_rows(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The output table of a draft vocabulary, which its readers cannot derive from the target's."""
+    table = checkpoint.tables.get(speculator.LM_HEAD)
+    if table is None:
+        raise ValueError(f"{SPECULATORS} holds the drafted rows of the target's output table: name the target")
+    rows = table if len(table) == len(checkpoint.vocab_ids) else table[checkpoint.vocab_ids]
+    return {speculator.LM_HEAD: rows.contiguous()}
+
+
+def load_draft_model(
+    folder: Path,
+    target: Target,
+    head: str | None = None,
+    head_config: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    yarn: YarnConfig | None = None,
+) -> DraftModel:
+    """Read a checkpoint folder for `target`, on its device and in its dtype unless `dtype` says otherwise.
+
+    `head` decodes the same drafter with another head: `"argmax"` reads the drafter's part only. `head_config`
+    overrides what the checkpoint does not fix (the walk, the contract, loss weights); `yarn` stretches the drafter's
+    positions in place of what the checkpoint says of them. Tensor names may carry `model.`.
+
+    Raises ValueError that names the tensor or field for anything missing, surplus or not fitting the target.
+    """
+    folder = Path(folder)
+    checkpoint = read_checkpoint(folder, target)
+    description = checkpoint.description
+    name = description.head if head is None else head
+    if name not in HEADS:
+        raise ValueError(f"head must be one of {', '.join(HEADS)}, got {name!r}")
+    if name not in (description.head, "argmax"):
+        raise ValueError(f"{folder} holds the head {description.head}, which cannot be read as {name}")
+    shape = description.shape if yarn is None else replace(description.shape, yarn=yarn)
+    fixed = description.head_config if name == description.head else {}
+    for key, value in (head_config or {}).items():
+        if key in fixed and fixed[key] != value:
+            raise ValueError(
+                f"{folder / CONFIG}: head_config.{key} = {value!r}, but it was trained with {fixed[key]!r}"
+            )
+    settings = (head_config or {}) | fixed
+    draft_model = build_draft_model(shape, description.spec, name, settings, target, checkpoint.vocab_ids)
+    for tensor_name, tensor in checkpoint_tensors(draft_model).items():
+        tensor.copy_(checkpoint.tensors[tensor_name])  # state_dict shares storage with the parameters
+    return draft_model.to(target.device, dtype or target.embed.dtype).eval()
+
+
+def read_checkpoint(folder: Path, target: Target | None = None) -> Checkpoint:
+    """Read a checkpoint folder in any format, and hold it against `target` where one is given.
+
+    Raises ValueError that names the tensor or field for anything missing, surplus, of another shape or type than the
+    fields say, or not fitting the target.
+    """
+    folder = Path(folder)
+    return decode(folder, read_json(folder / CONFIG), read_tensors(folder), target)
+
+
+def decode(folder: Path, top: dict[str, Any], tensors: dict[str, Tensor], target: Target | None = None) -> Checkpoint:
+    """The checkpoint whose `config.json` and tensors are these, in any format; `folder` has what else there is."""
+    path, foreign = folder / WEIGHTS, speculator.TYPE in top
+    if foreign:
+        layers = None if target is None else target.config.num_hidden_layers
+        config = speculator.decode_config(folder / CONFIG, top, layers)
+    else:
+        config = Fields(folder / CONFIG, top)
+    if target is not None:
+        check_target(config, target)
+    description = describe(config)
+    form = HEADS[stored_head(config)[1]].format
+    tensors = _renamed(path, tensors, form)
+    if foreign:
+        size, vocab_size = description.num_draft_ids, description.shape.vocab_size
+        vocab_ids = speculator.read_maps(path, tensors, size, vocab_size)
+    else:
+        vocab_ids = _draft_vocab(folder, description)
+    tables = {}
+    if form.target_tables or foreign:
+        tables = {name: tensors.pop(name) for name in TABLES if name in tensors}
+    description = replace(description, dtype=_check_tensors(path, tensors, description))
+    for name, table in tables.items():
+        _check_table(path, name, table, description, vocab_ids if foreign else None, target)
+    return Checkpoint(description, tensors, tables, vocab_ids, _read_info(folder, top, description))
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """The `target_info` a checkpoint was saved with, and how its blocks are cut."""
+    path = Path(folder) / INFO
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _read_info(folder: Path, top: dict[str, Any], description: Description) -> dict[str, Any]:
+    """`lilicorr.json`, else what the other trainers' config.json says of the same things.
+
+    The block stands in both files, since nothing in a DFlash checkpoint's tensors would show another one.
+    """
+    if not (folder / INFO).is_file():
+        info = {name: top.get(name) for name in ("bos_token_id", "eos_token_id")}
+        info |= {"max_anchors": top["num_anchors"]} if top.get("num_anchors") else {}
+        return info | ({"target": speculator.target_name(top)} if speculator.TYPE in top else {})
+    info, spec = read_info(folder), description.spec
+    block = info.pop("block", {})
+    own = {"block_size": spec.block_size, "layout": spec.layout, "drafted_width": spec.num_slots}
+    for name, value in block.items():
+        if value != own.get(name):
+            raise ValueError(f"{folder / CONFIG}: {name} is {own.get(name)}, {INFO} beside it says {value}")
+    return info
+
+
+def _draft_vocab(folder: Path, description: Description) -> Tensor | None:
+    """The ids the drafter predicts, None for the whole vocabulary."""
+    size, vocab_size, path = description.num_draft_ids, description.shape.vocab_size, folder / DRAFT_VOCAB
+    if (size is not None) != path.is_file():
+        found = "exists" if size is None else "is missing"
+        raise ValueError(f"{folder / CONFIG}: draft_vocab_size is {size}, but {path.name} {found}")
+    if size is None:
+        return None
+    try:
+        ids = np.load(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is cut off: {error}") from error
+    if ids.shape != (size,) or np.any(np.diff(ids) <= 0) or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ValueError(f"{path} must hold {size} ascending ids below {vocab_size}, found {ids.shape}")
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of `model.safetensors`, or of the files that its index names, as they are spelled there."""
+    paths, index = [folder / WEIGHTS], folder / INDEX
+    named: set[str] = set()
+    if not paths[0].is_file() and index.is_file():
+        files = read_json(index).get("weight_map") or {}
+        named, paths = set(files), [folder / Path(name).name for name in sorted(set(files.values()))]
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path} is missing")
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged or cut off: {error}") from error
+    if named and named != tensors.keys():
+        raise ValueError(f"{index} names {sorted(named ^ tensors.keys())[:8]}, or the files hold them, but not both")
+    return tensors
+
+
+def _renamed(path: Path, tensors: dict[str, Tensor], form: HeadFormat) -> dict[str, Tensor]:
+    """The tensors under our names; `model.` in front may be there."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        ours = own_name(name.removeprefix("model."), form)
+        if ours in found:
+            raise ValueError(f"{path} holds {ours} twice, once as {name}")
+        found[ours] = tensor
+    return found
+
+
+def _check_tensors(path: Path, tensors: dict[str, Tensor], description: Description) -> str:
+    """Refuse tensors that are not exactly those of the description; returns their type."""
+    with torch.device("meta"):
+        table = torch.empty(description.shape.vocab_size, description.shape.hidden_size)
+        try:
+            blank = DraftModel(
+                description.shape, description.spec, description.head, description.head_config, table, table
+            )
+        except ValueError as error:
+            raise ValueError(f"{path.parent / CONFIG}: {error}") from error
+    wanted = checkpoint_tensors(blank)
+    for what, names in (
+        ("missing", sorted(wanted.keys() - tensors.keys())),
+        ("surplus", sorted(tensors.keys() - wanted.keys())),
+    ):
+        if names:
+            raise ValueError(f"{path}: {len(names)} tensors are {what}: {', '.join(names[:8])}")
+    types = {value: name for name, value in READ_DTYPES.items()}
+    stated = description.dtype or types.get(tensors["fc.weight"].dtype)
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted[name].shape:
+            raise ValueError(f"{path}: {name} has shape {list(tensor.shape)}, must be {list(wanted[name].shape)}")
+        if types.get(tensor.dtype) != stated:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            said = "config.json says" if description.dtype else "fc.weight is"
+            raise ValueError(f"{path}: {name} is {kind}, {said} {stated}")
+    return stated
+
+
+def _check_table(
+    path: Path, name: str, stored: Tensor, description: Description, vocab_ids: Tensor | None, target: Target | None
+) -> None:
+    """Refuse a table of another size, or another target's."""
+    shape = description.shape
+    drafted = vocab_ids if name == speculator.LM_HEAD else None
+    rows = shape.vocab_size if drafted is None else len(drafted)
+    if stored.shape != (rows, shape.hidden_size):
+        raise ValueError(f"{path}: {name} has shape {list(stored.shape)}, must be {[rows, shape.hidden_size]}")
+    if target is None:
+        return
+    own = getattr(target, TABLES[name]).detach().cpu()
+    own = own if drafted is None else own[drafted]
+    if not (torch.equal(stored.to(own.dtype), own) or torch.equal(own.to(stored.dtype), stored)):
+        raise ValueError(f"{path}: {name} is not the target's own table: it was trained for another target")

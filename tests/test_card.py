@@ -1,0 +1,194 @@
+"""The model card says what a checkpoint is, and a checkpoint can be published: against a hub of this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lilicorr.checkpoint import read_checkpoint, write_checkpoint
+from lilicorr.checkpoint.card import model_card
+from lilicorr.checkpoint.format import NATIVE, SPECULATORS
+from lilicorr.checkpoint.hub import push_to_hub
+from lilicorr.target import Target
+from test_convert import command, make
+
+INFO = {
+    "target": {
+        "source": "Qwen/Qwen3-8B",
+        "revision": "abc123",
+        "tokenizer_hash": "beef",
+        "template_hash": "f00d",
+    },
+    "template_kwargs": {"enable_thinking": False},
+    "corpus": {"fingerprint": "0123456789abcdef", "rows": 1200, "tokens": 345678},
+    "run": "lilicorr",
+    "steps": 2000,
+    "num_blocks": 751462,
+    "max_anchors": 12,
+    "loss": 1.25,
+    "tau": 3.5,
+    "commit": "238be89",
+}
+
+
+@pytest.fixture
+def target(target_factory: Callable[..., Target]) -> Target:
+    return target_factory(dtype=torch.float32)
+
+
+def card_of(target: Target, form: str, head: str, info: dict[str, Any]) -> str:
+    checkpoint = make(target, form, head)
+    return model_card(checkpoint.description, info)
+
+
+def test_the_card_says_what_it_is_for_whom_and_how_to_serve_it(target: Target) -> None:
+    card = card_of(target, NATIVE, "lilicorr", INFO)
+    matter = yaml.safe_load(card.split("---")[1])
+    assert matter["base_model"] == "Qwen/Qwen3-8B" and "speculative-decoding" in matter["tags"]
+    for row in (
+        "| method | LiLiCorr |",
+        "| block layout | in place |",
+        "| drafted width | 4 tokens a block |",
+        "| target | Qwen/Qwen3-8B |",
+        "| revision | abc123 |",
+        "| tokenizer, sha256 | beef |",
+        "| corpus, fingerprint | 0123456789abcdef |",
+        "| corpus | 1,200 rows, 345,678 tokens |",
+        "| optimizer steps | 2000 |",
+        "| blocks seen | 751,462 |",
+        "| last loss | 1.2500 |",
+        "| commit | 238be89 |",
+    ):
+        assert row in card, row
+    assert "| reasoning | off: trained on answers without reasoning" in card and "logit_scale 8.0" in card
+    settings = '{"method": "dflash", "model": "CHECKPOINT", "num_speculative_tokens": 4}'
+    assert f"vllm serve Qwen/Qwen3-8B --speculative-config '{settings}'" in card
+    assert "--speculative-algorithm DFLASH --speculative-num-draft-tokens 5" in card
+    assert "serve run serve_app.app:build_app checkpoint=CHECKPOINT target=Qwen/Qwen3-8B" in card
+    assert "Acceptance length" not in card
+
+
+def test_what_is_unknown_is_left_out_and_what_no_server_reads_is_said(target: Target) -> None:
+    card = card_of(target, NATIVE, "lilicorr", {})
+    assert "Training" not in card and "reasoning" not in card and "base_model" not in card and "None" not in card
+    folder = card_of(target, NATIVE, "argmax", {"target": "./models/mine"})
+    assert "base_model" not in folder and "# DFlash draft model for ./models/mine" in folder
+    domino = card_of(target, "domino", "domino", {})
+    assert "Not vLLM: vllm has no checkpoints of the head domino" in domino and "anchor-first" in domino
+    dspark = card_of(target, NATIVE, "dspark", INFO)
+    assert '"method": "dspark"' in dspark and "--speculative-algorithm DSPARK" in dspark
+    thinking = card_of(target, NATIVE, "dspark", INFO | {"template_kwargs": {"enable_thinking": True}})
+    assert "| reasoning | on: trained on answers with reasoning" in thinking
+
+
+def test_convert_puts_an_evaluation_into_the_card(target: Target, tmp_path: Path) -> None:
+    checkpoint = make(target, NATIVE, "lilicorr")
+    write_checkpoint(tmp_path / "own", replace(checkpoint, info=INFO))
+    figures = {"tau": 3.17, "tau_ci95": [2.88, 3.49], "speedup": 1.12}
+    results = {"systems": {"lilicorr": {"held_out": figures, "aime": {"tau": None}}}}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    more = ("--to", "vllm", "--results", tmp_path / "results.json")
+    command("convert", tmp_path / "own", tmp_path / "vllm", *more)
+    card = (tmp_path / "vllm" / "README.md").read_text()
+    assert "| held_out | 3.17 | 2.88 to 3.49 | 1.12 |" in card and "aime" not in card
+    command("convert", tmp_path / "vllm", tmp_path / "back", "--to", "native")
+    assert "| held_out | 3.17 |" in (tmp_path / "back" / "README.md").read_text()
+    with pytest.raises(SystemExit, match="has the systems lilicorr, not 'dflash'"):
+        command("convert", tmp_path / "own", tmp_path / "no", *more, "--system", "dflash")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of a model hub as an upload of small files asks for; it keeps what it was given."""
+
+    repositories: dict[str, dict[str, Any]]
+    files: dict[str, bytes]
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing on the screen."""
+
+    def _answer(self, values: dict[str, Any]) -> None:
+        data = json.dumps(values).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        self._answer({"id": "me/draft", "sha": "0" * 40, "siblings": [], "private": True})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/api/repos/create":
+            asked = json.loads(body)
+            self.repositories[asked["name"]] = asked
+            self._answer({"url": f"http://{self.headers['Host']}/me/draft", "name": "me/draft"})
+        elif self.path.startswith("/api/models/me/draft/preupload/"):
+            files = json.loads(body)["files"]
+            regular = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+            self._answer({"files": [{"path": file["path"]} | regular for file in files]})
+        elif self.path.startswith("/api/models/me/draft/commit/"):
+            for line in body.splitlines():
+                entry = json.loads(line)
+                if entry["key"] == "file":
+                    self.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+            url = f"http://{self.headers['Host']}/me/draft/commit/{'1' * 40}"
+            self._answer({"success": True, "commitUrl": url, "commitOid": "1" * 40})
+        else:
+            self._answer({"errors": [], "warnings": []})  # of the card's head matter
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Hub]]]:
+    """The address of a hub and what it has been given."""
+    kept = type("Kept", (Hub,), {"repositories": {}, "files": {}})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kept)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield f"http://127.0.0.1:{server.server_port}", kept
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_push_uploads_the_whole_folder_and_it_loads_again(
+    target: Target, tmp_path: Path, hub: tuple[str, type[Hub]]
+) -> None:
+    endpoint, kept = hub
+    checkpoint = make(target, SPECULATORS, "argmax")
+    write_checkpoint(tmp_path / "final", checkpoint, SPECULATORS)
+    address = push_to_hub(tmp_path / "final", "me/draft", private=True, endpoint=endpoint)
+    assert address.endswith("1" * 40)
+    assert kept.repositories["draft"]["private"] is True
+    assert set(kept.files) == {"README.md", "config.json", "lilicorr.json", "model.safetensors"}
+    (tmp_path / "down").mkdir()
+    for name, data in kept.files.items():
+        (tmp_path / "down" / name).write_bytes(data)
+    down = read_checkpoint(tmp_path / "down", target)
+    assert all(torch.equal(down.tensors[name], tensor) for name, tensor in checkpoint.tensors.items())
+
+
+def test_nothing_broken_or_without_a_card_is_published(
+    target: Target, tmp_path: Path, hub: tuple[str, type[Hub]]
+) -> None:
+    endpoint, kept = hub
+    write_checkpoint(tmp_path / "final", make(target, NATIVE, "argmax"))
+    (tmp_path / "final" / "README.md").unlink()
+    with pytest.raises(ValueError, match="README.md is missing"):
+        push_to_hub(tmp_path / "final", "me/draft", endpoint=endpoint)
+    (tmp_path / "final" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        push_to_hub(tmp_path / "final", "me/draft", endpoint=endpoint)
+    assert not kept.files and not kept.repositories
