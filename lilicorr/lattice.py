@@ -39,9 +39,14 @@ def top_index(logits: Tensor, num_candidates: int) -> Tensor:
 
 
 def candidates(draft: DraftOutput, num_candidates: int) -> Lattice:
-    """The top `num_candidates` of every slot; equal ones by ascending id."""
-    values, index, lse = topk_lse(draft.logits.flatten(0, 1), num_candidates)
-    slots = draft.logits.shape[:2]
+    """The top `num_candidates` of every slot; equal ones by ascending id.
+
+    Padding rows of the tables are never among them and count in the normaliser, as in training.
+    """
+    logits, slots = draft.logits.flatten(0, 1), draft.logits.shape[:2]
+    values, index, lse = topk_lse(logits, num_candidates, draft.num_ids)
+    if draft.num_ids is not None:
+        lse = torch.logaddexp(lse, wide(logits[:, draft.num_ids :]).logsumexp(dim=-1))
     return build_lattice(draft.token_ids(index.unflatten(0, slots)), (values - lse[:, None]).unflatten(0, slots))
 
 

@@ -24,6 +24,8 @@ from lilicorr.blocks import wide
 from lilicorr.config import TARGET_DTYPES, TargetConfig, check_target
 from lilicorr.wheels import cache_dir
 
+# Fields that change logits behind lm_head, and their values that do not
+LOGIT_FIELDS = {"final_logit_softcapping": (0,), "logit_scale": (1,), "logits_scaling": (1,)}
 DTYPES = {name: getattr(torch, name) for name in TARGET_DTYPES}
 
 
@@ -98,8 +100,7 @@ class Target:
         self.mask_token_id = mask_token_id
         self.embed: Tensor = model.get_input_embeddings().weight
         self.lm_head: Tensor = model.get_output_embeddings().weight
-        if getattr(self.config, "final_logit_softcapping", None):
-            raise ValueError("final_logit_softcapping is not supported: such logits are not lm_head(hidden)")
+        _check_kind(model)
         if self.layer_ids and self.layer_ids[-1] >= self.config.num_hidden_layers:
             num_layers = self.config.num_hidden_layers
             raise ValueError(f"captured layer {self.layer_ids[-1]} of a target with {num_layers} layers")
@@ -128,6 +129,13 @@ class Target:
             self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
 
         return hook
+
+    @property
+    def num_ids(self) -> int | None:
+        """How many rows of the tables are tokens, padding being behind them; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return min(max(self.tokenizer.get_vocab().values()) + 1, self.embed.shape[0])
 
     @property
     def device(self) -> torch.device:
@@ -180,6 +188,19 @@ class Target:
     def new_cache(self, max_length: int) -> TargetCache:
         """An empty cache for `max_length` positions."""
         return TargetCache(self.config.num_hidden_layers, max_length)
+
+
+def _check_kind(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model whose logits are not lm_head(norm(last layer)), or that is built in another way."""
+    for name, harmless in LOGIT_FIELDS.items():
+        value = getattr(model.config, name, None)
+        if value not in (None, *harmless):
+            raise ValueError(f"{name} = {value} is not supported: such logits are not lm_head(hidden)")
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError("an lm_head with a bias is not supported: such logits are not lm_head(hidden)")
+    missing = [name for name in ("layers", "norm") if not hasattr(model.base_model, name)]
+    if missing:
+        raise ValueError(f"a target of the kind {model.config.model_type} is not supported: it has no {missing[0]}")
 
 
 def default_layer_ids(num_target_layers: int, num_captured: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ LOCK = "_lock.json"
 UNFINISHED = ".tmp-"  # in the name of a file or folder that its writer has not committed
 # Raised when the code of a stage makes something else of the same input. A stage has its version in the identity of
 # whatever it may go on from or keep, so that it never does so with the work of another version.
-VERSIONS = {"prepare": 2, "regenerate": 1, "train": 2, "evaluate": 3, "deploy": 1}
+VERSIONS = {"prepare": 2, "regenerate": 1, "train": 3, "evaluate": 3, "deploy": 1}
 VOLATILE = "checkpoints"  # folders a stage prunes itself; no part of its result
 
 Run = Callable[[PipelineConfig], dict[str, Any]]

@@ -1,8 +1,8 @@
 """What a training run starts from: another run of the profile, or the folder of anyone's checkpoint.
 
-Place in the flow: `runs` and `train` ask here for `train.runs.<run>.start_from`. A published DFlash drafter, in any format that
-`lilicorr.checkpoint` reads, is a warm start for every head whose blocks are cut as its own are. A value with a slash,
-or one that begins with a dot or a tilde, is a path; any other one is a run's name.
+Place in the flow: `runs` and `train` ask here for `train.runs.<run>.start_from`. A published DFlash drafter, in any
+format that `lilicorr.checkpoint` reads, is a warm start for every head whose blocks are cut as its own are. A value
+with a slash, or one that begins with a dot or a tilde, is a path; any other one is a run's name.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Random targets of both families, small enough for every test."""
+"""Random targets of every family, small enough for every test."""
 
 from __future__ import annotations
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lilicorr.target import Target, default_layer_ids
 
@@ -17,6 +17,7 @@ def make_target(
     num_captured: int = 2,
     seed: int = 0,
     head_dim: int = 8,
+    tied: bool = False,
 ) -> Target:
     """A random target with sharp enough logits that greedy decoding has no ties."""
     torch.manual_seed(seed)
@@ -33,8 +34,13 @@ def make_target(
         bos_token_id=None,
         eos_token_id=vocab - 2,
         pad_token_id=None,
+        tie_word_embeddings=tied,
     )
-    kinds = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+    kinds = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }
     config_class, model_class = kinds[family]
     model = model_class(config_class(**shape)).to(dtype).eval()
     return Target(model, tokenizer=None, layer_ids=default_layer_ids(num_layers, num_captured), mask_token_id=vocab - 1)

@@ -164,6 +164,21 @@ def test_zlab_spells_the_block_size_in_either_place(target: Target) -> None:
     assert newer["rope_theta"] == 10_000.0 and newer["rope_parameters"]["rope_theta"] == 10_000.0
 
 
+def test_lilicorr_has_two_spellings(target: Target) -> None:
+    """Released servers name the parts of its MLPs; trainers of before, and checkpoints of ours, numbered them."""
+    written = make(target, NATIVE, "lilicorr")
+    named = {
+        f"lilicorr.{name}.{part}" for part in ("weight", "bias") for name in ("feature_norm", "feature_mlp.up_proj")
+    }
+    named |= {"lilicorr.feature_mlp.down_proj.bias", "lilicorr.layers.1.mlp.up_proj.bias"}
+    numbered = {f"lilicorr.feature_mlp.{i}.bias" for i in (0, 1, 3)} | {"lilicorr.layers.1.mlp.2.bias"}
+    for form in (NATIVE, "sglang", "vllm", "tensorrt_llm"):
+        names = encode(written, form)[1].keys()
+        assert named <= names and not numbered & names
+    names = encode(written, "modelopt")[1].keys()
+    assert numbered <= names and not named & names
+
+
 def test_dspark_has_three_spellings(target: Target) -> None:
     written = make(target, NATIVE, "dspark", markov_head_type="gated")
     spelled = {form: encode(written, form) for form in ("deepspec", "specforge", "specforge_old", "modelopt")}

@@ -56,7 +56,7 @@ def narrowed(draft: DraftOutput, labels: BlockLabels) -> DraftOutput:
 
 def take_blocks(draft: DraftOutput, rows: slice | Tensor) -> DraftOutput:
     """Some blocks of a draft."""
-    shared = {"embed": draft.embed, "vocab_ids": draft.vocab_ids}
+    shared = {"embed": draft.embed, "vocab_ids": draft.vocab_ids, "num_ids": draft.num_ids}
     own = {f.name: getattr(draft, f.name)[rows] for f in fields(draft) if f.name not in shared}
     return DraftOutput(**own, **shared)
 
@@ -98,6 +98,27 @@ def test_shapes_and_finite_losses(form: str, narrow: bool) -> None:
     trained = [term for term in terms.values() if term.weight]
     assert trained and all(float(term.count) > 0 for term in trained)
     assert {"top1_prefix"} <= {name for name, term in terms.items() if not term.weight}
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_rows_are_never_proposed(form: str, narrow: bool) -> None:
+    """Not even where the drafter finds them the likeliest; a drawn proposal's law has nothing there."""
+    head, (draft, labels) = make_form(form), make_blocks()
+    draft = narrowed(draft, labels) if narrow else draft
+    num_ids = int((draft.token_ids(torch.arange(draft.logits.shape[-1])) < 60).sum())
+    logits = draft.logits.clone()
+    logits[..., num_ids:] += 50
+    draft = replace(draft, logits=logits, num_ids=num_ids)
+    assert (head.propose(replace(draft, num_ids=None)).token_ids >= 60).any()
+    for sampling in (None, mixed_sampling(7)):
+        proposal = head.propose(draft, sampling)
+        assert (proposal.token_ids < 60).all()
+        if proposal.probs is not None:
+            ids = torch.arange(67).expand_as(proposal.probs) if proposal.support_ids is None else proposal.support_ids
+            assert ids.shape == proposal.probs.shape and not proposal.probs[ids >= 60].any()
+            assert torch.allclose(proposal.probs.sum(-1), torch.ones(7, 5, dtype=torch.float64))
+    assert torch.isfinite(total_loss(head.loss(draft, labels, progress=0.5)))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,6 +31,15 @@ def test_candidates_are_the_likeliest_in_order():
     log_probs = logits.log_softmax(-1).sort(dim=-1, descending=True)
     assert torch.equal(lattice.token_ids, log_probs.indices[..., :4])
     assert torch.allclose(lattice.log_probs, log_probs.values[..., :4])
+
+
+def test_padding_rows_are_no_candidates_and_count_in_the_normaliser():
+    logits = torch.randn(2, 3, 11, dtype=torch.float64)
+    logits[..., 8:] += 3
+    lattice = candidates(replace(make_draft(logits), num_ids=8), 4)
+    log_probs = logits.log_softmax(-1)
+    assert torch.equal(lattice.token_ids, log_probs[..., :8].sort(dim=-1, descending=True).indices[..., :4])
+    assert torch.allclose(lattice.log_probs, log_probs.gather(-1, lattice.token_ids))
 
 
 def test_features_in_the_published_order():

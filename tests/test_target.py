@@ -6,9 +6,10 @@ from transformers import PreTrainedTokenizerFast
 
 from lilicorr.config import TargetConfig
 from lilicorr.target import Target, default_layer_ids, load_target, resolve_mask_token, resolve_target
+from lilicorr.tiny import byte_tokenizer
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_captured_layers_are_the_residual_stream(target_factory, family):
     target = target_factory(family)
     ids = torch.randint(0, 60, (2, 9))
@@ -31,7 +32,7 @@ def test_the_last_layer_is_captured_before_the_final_norm(tiny_target):
     assert not torch.allclose(output.features, output.hidden)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_rollback_is_setting_a_length(target_factory, family):
     target = target_factory(family)
     ids = torch.randint(0, 60, (1, 16))
@@ -90,3 +91,31 @@ def test_wrong_targets_are_refused(tiny_target, tmp_path):
         resolve_target(TargetConfig(source=str(tmp_path / "nowhere")))
     with pytest.raises(ValueError, match="target.dtype must be one of"):
         load_target(TargetConfig(dtype="int3"))
+
+
+def test_tokens_are_told_from_padding_rows_by_the_tokenizer(target_factory):
+    target = target_factory(vocab=264)
+    assert target.num_ids is None
+    target.tokenizer = byte_tokenizer()
+    assert target.num_ids == len(target.tokenizer) == 259
+    target.tokenizer.add_tokens([f"<extra {i}>" for i in range(9)])
+    assert target.num_ids == 264
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda m: setattr(m.config, "final_logit_softcapping", 30.0),
+            "final_logit_softcapping = 30.0 is not supported",
+        ),
+        (lambda m: setattr(m.config, "logit_scale", 0.06), "logit_scale = 0.06 is not supported"),
+        (lambda m: setattr(m.config, "logits_scaling", 8.0), "logits_scaling = 8.0 is not supported"),
+        (lambda m: setattr(m.lm_head, "bias", torch.nn.Parameter(torch.zeros(67))), "lm_head with a bias"),
+        (lambda m: delattr(m.model, "norm"), "a target of the kind qwen3 is not supported: it has no norm"),
+    ],
+)
+def test_a_target_whose_logits_are_something_else_is_refused(tiny_target, change, message):
+    change(tiny_target.model)
+    with pytest.raises(ValueError, match=message):
+        Target(tiny_target.model, None, (1,), 66)

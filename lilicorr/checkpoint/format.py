@@ -10,6 +10,7 @@ Who reads which format, with versions: docs/checkpoints.md.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,7 @@ class Spelling:
     nested: bool = True  # there is a dflash_config
     renamed: dict[str, str] = field(default_factory=dict)  # field of dflash_config -> its other name
     added: dict[str, Any] = field(default_factory=dict)  # fields that stand where the others do
-    names: dict[str, str] = field(default_factory=dict)  # beginning of a tensor's name -> its other one
+    names: dict[str, str] | None = None  # patterns of our tensor names -> the format's; None: the head's own
     tables: bool = False  # holds copies of the target's two tables
     allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # values of fields that the format can say
 
@@ -43,6 +44,7 @@ class Spelling:
 BOTH = ("block_size",)  # readers look for it in either place
 DOMINO = ("block_size", "emb_dim")
 ONLY_IN_PLACE = {"layout": (IN_PLACE,)}  # of a DFlash drafter: nothing in the format says how its blocks are cut
+POWERS = {"lilicorr_candidate_topk": (1, 2, 4, 8, 16)}  # a lane of a warp for each candidate
 OLDER = ("layout", "block_size")
 DEEPSPEC = Spelling(at_top=HEADS["dspark"].format.at_top, nested=False, tables=True)
 DEEPSPEC_DFLASH = Spelling(
@@ -63,12 +65,12 @@ FORMATS: dict[str, dict[str, Spelling]] = {
         "argmax": Spelling(at_top=BOTH, allowed=ONLY_IN_PLACE),
         "domino": Spelling(at_top=DOMINO, allowed={"pure_draft_prefix_len": (1,)}),
         "dspark": DEEPSPEC,
-        "lilicorr": Spelling(at_top=BOTH, allowed={"lilicorr_candidate_topk": (1, 2, 4, 8, 16, 32)}),
+        "lilicorr": Spelling(at_top=BOTH, allowed=POWERS),
     },
     "vllm": {
         "argmax": Spelling(at_top=BOTH, allowed=ONLY_IN_PLACE),
         "dspark": DEEPSPEC,
-        "lilicorr": Spelling(at_top=BOTH, allowed={"lilicorr_candidate_topk": (1, 2, 4, 8, 16)}),
+        "lilicorr": Spelling(at_top=BOTH, allowed=POWERS),
     },
     "tensorrt_llm": {"lilicorr": Spelling(at_top=BOTH)},
     "specforge": {
@@ -77,8 +79,8 @@ FORMATS: dict[str, dict[str, Spelling]] = {
         "dspark": SPECFORGE_DSPARK,
     },
     "specforge_old": {
-        "domino": Spelling("DominoDraftModel", DOMINO, OLDER, names={"": "logit_head."}),
-        "dspark": Spelling("DSparkDraftModel", BOTH, (*OLDER, "shift_label"), names={"": "logit_head."}),
+        "domino": Spelling("DominoDraftModel", DOMINO, OLDER, names={"^": "logit_head."}),
+        "dspark": Spelling("DSparkDraftModel", BOTH, (*OLDER, "shift_label"), names={"^": "logit_head."}),
     },
     "modelopt": {
         "argmax": Spelling(at_top=BOTH, left_out=OLDER, added=NOT_CAUSAL, allowed=ONLY_IN_PLACE),
@@ -89,13 +91,14 @@ FORMATS: dict[str, dict[str, Spelling]] = {
             left_out=(*OLDER, "confidence_head_with_markov"),
             renamed=HEADS["dspark"].format.older_fields,
             added=NOT_CAUSAL,
-            names={"markov_head.": "", "confidence_head.proj.": "confidence_proj."},
+            names={r"^markov_head\.": "", r"^confidence_head\.proj\.": "confidence_proj."},
             allowed={"confidence_head_with_markov": (True,)},
         ),
         "lilicorr": Spelling(
             at_top=BOTH,
             left_out=OLDER,
             added={"projector_type": "lilicorr", "lilicorr_enabled": True} | NOT_CAUSAL,
+            names={},
         ),
     },
     "deepspec": {"argmax": DEEPSPEC_DFLASH, "dspark": DEEPSPEC},
@@ -165,13 +168,15 @@ def _own_fields(name: str, description: Description, info: dict[str, Any]) -> di
 
 def their_names(form: str, head: str, names: Iterable[str]) -> dict[str, str]:
     """Tensor names of ours -> those of the format; the drafter's are the same everywhere."""
-    others = {} if form == SPECULATORS else spelling_of(form, head).names
-    own = HEADS[head].format.tensors
+    form_of_head = HEADS[head].format
+    others = None if form == SPECULATORS else spelling_of(form, head).names
+    patterns = form_of_head.names if others is None else others
 
     def theirs(name: str) -> str:
-        for beginning, other in others.items():
-            if name.startswith(own) and name.startswith(beginning):
-                return other + name.removeprefix(beginning)
+        if name.startswith(form_of_head.tensors):
+            for pattern, other in patterns.items():
+                if re.search(pattern, name):
+                    return re.sub(pattern, other, name)
         return name
 
     return {name: theirs(name) for name in names}
@@ -205,6 +210,6 @@ def spelled_as(
 def own_name(name: str, form: HeadFormat) -> str:
     """A tensor's name in our spelling."""
     for older, ours in form.older_names.items():
-        if name.startswith(older):
-            return own_name(ours + name.removeprefix(older), form)
+        if re.search(older, name):
+            return own_name(re.sub(older, ours, name), form)
     return name

@@ -16,6 +16,7 @@ Paper: section 3 and Table 4 give the shapes; the format is the one of SGLang's 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,8 @@ def decode(folder: Path, top: dict[str, Any], tensors: dict[str, Tensor], target
         check_target(config, target)
     description = describe(config)
     form = HEADS[stored_head(config)[1]].format
-    tensors = _renamed(path, tensors, form)
+    spelled = _own_names(path, tensors, form)
+    tensors = {name: tensors[theirs] for name, theirs in spelled.items()}
     if foreign:
         size, vocab_size = description.num_draft_ids, description.shape.vocab_size
         vocab_ids = speculator.read_maps(path, tensors, size, vocab_size)
@@ -212,7 +214,7 @@ def decode(folder: Path, top: dict[str, Any], tensors: dict[str, Tensor], target
     tables = {}
     if form.target_tables or foreign:
         tables = {name: tensors.pop(name) for name in TABLES if name in tensors}
-    description = replace(description, dtype=_check_tensors(path, tensors, description))
+    description = replace(description, dtype=_check_tensors(path, tensors, spelled, description))
     for name, table in tables.items():
         _check_table(path, name, table, description, vocab_ids if foreign else None, target)
     return Checkpoint(description, tensors, tables, vocab_ids, _read_info(folder, top, description))
@@ -223,7 +225,7 @@ def read_info(folder: Path) -> dict[str, Any]:
     path = Path(folder) / INFO
     if not path.is_file():
         raise ValueError(f"{path} is missing")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path)
 
 
 def _read_info(folder: Path, top: dict[str, Any], description: Description) -> dict[str, Any]:
@@ -282,19 +284,22 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _renamed(path: Path, tensors: dict[str, Tensor], form: HeadFormat) -> dict[str, Tensor]:
-    """The tensors under our names; `model.` in front may be there."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
+def _own_names(path: Path, names: Iterable[str], form: HeadFormat) -> dict[str, str]:
+    """Our names of the file's tensors -> its own; `model.` in front may be there."""
+    found: dict[str, str] = {}
+    for name in names:
         ours = own_name(name.removeprefix("model."), form)
         if ours in found:
-            raise ValueError(f"{path} holds {ours} twice, once as {name}")
-        found[ours] = tensor
+            raise ValueError(f"{path} holds {found[ours]} twice, once as {name}")
+        found[ours] = name
     return found
 
 
-def _check_tensors(path: Path, tensors: dict[str, Tensor], description: Description) -> str:
-    """Refuse tensors that are not exactly those of the description; returns their type."""
+def _check_tensors(path: Path, tensors: dict[str, Tensor], spelled: dict[str, str], description: Description) -> str:
+    """Refuse tensors that are not exactly those of the description; returns their type.
+
+    `spelled` is what the file calls them.
+    """
     with torch.device("meta"):
         table = torch.empty(description.shape.vocab_size, description.shape.hidden_size)
         try:
@@ -304,21 +309,21 @@ def _check_tensors(path: Path, tensors: dict[str, Tensor], description: Descript
         except ValueError as error:
             raise ValueError(f"{path.parent / CONFIG}: {error}") from error
     wanted = checkpoint_tensors(blank)
-    for what, names in (
-        ("missing", sorted(wanted.keys() - tensors.keys())),
-        ("surplus", sorted(tensors.keys() - wanted.keys())),
-    ):
+    spelled = their_names(NATIVE, description.head, wanted) | spelled
+    for what, names in (("missing", wanted.keys() - tensors.keys()), ("surplus", tensors.keys() - wanted.keys())):
         if names:
-            raise ValueError(f"{path}: {len(names)} tensors are {what}: {', '.join(names[:8])}")
+            listed = ", ".join(sorted(spelled[name] for name in names)[:8])
+            raise ValueError(f"{path}: {len(names)} tensors are {what}: {listed}")
     types = {value: name for name, value in READ_DTYPES.items()}
     stated = description.dtype or types.get(tensors["fc.weight"].dtype)
     for name, tensor in tensors.items():
         if tensor.shape != wanted[name].shape:
-            raise ValueError(f"{path}: {name} has shape {list(tensor.shape)}, must be {list(wanted[name].shape)}")
+            shapes = f"{list(tensor.shape)}, must be {list(wanted[name].shape)}"
+            raise ValueError(f"{path}: {spelled[name]} has shape {shapes}")
         if types.get(tensor.dtype) != stated:
             kind = str(tensor.dtype).removeprefix("torch.")
             said = "config.json says" if description.dtype else "fc.weight is"
-            raise ValueError(f"{path}: {name} is {kind}, {said} {stated}")
+            raise ValueError(f"{path}: {spelled[name]} is {kind}, {said} {stated}")
     return stated
 
 

@@ -22,7 +22,7 @@ class ArgmaxHead(Head):
 
     def propose(self, draft: DraftOutput, sampling: Sampling | None = None) -> Proposal:
         """Each slot's argmax, whatever the temperature: the deterministic contract."""
-        return Proposal(draft.token_ids(draft.logits.argmax(dim=-1)))
+        return Proposal(draft.token_ids(draft.proposable(draft.logits).argmax(dim=-1)))
 
     def loss(self, draft: DraftOutput, labels: BlockLabels, progress: float) -> dict[str, LossTerm]:
         """Eq. (6), and the mean prefix the argmax would have had accepted on blocks that have every label."""

@@ -38,7 +38,8 @@ class HeadFormat:
     also_read: tuple[str, ...] = ()  # other architectures of the same head
     prefix: str = ""  # put before the head's tensor names
     tensors: tuple[str, ...] = ()  # how the head's tensor names begin in a checkpoint
-    older_names: dict[str, str] = field(default_factory=dict)  # other beginnings of tensor names -> ours
+    names: dict[str, str] = field(default_factory=dict)  # patterns of our tensor names -> what a checkpoint calls them
+    older_names: dict[str, str] = field(default_factory=dict)  # patterns of other tensor names -> ours
     config_fields: dict[str, str] = field(default_factory=dict)  # field of dflash_config -> field of the head's config
     older_fields: dict[str, str] = field(default_factory=dict)  # field of dflash_config -> another spelling of it
     candidates_field: str | None = None  # field of dflash_config that holds K
@@ -118,10 +119,13 @@ def roll_out(step: Step, draft: DraftOutput, contract: str, sampling: Sampling |
     drawn = contract == SAMPLED and sampling is not None and sampling.any_sampled
     tokens, laws, supports = [], [], []
     index = token_ids = None
-    everything = None if draft.vocab_ids is None else draft.vocab_ids.expand(len(draft.anchor_ids), -1)
+    everything = None
+    if draft.vocab_ids is not None:
+        everything = draft.proposable(draft.vocab_ids).expand(len(draft.anchor_ids), -1)
     for slot in range(draft.hidden.shape[1]):
         logits, support = step(slot, index, token_ids)
-        support = everything if support is None else support
+        if support is None:
+            logits, support = draft.proposable(logits), everything
         if drawn:
             law = target_probs(wide(logits)[:, None], sampling)[:, 0]
             index = draw(law, uniform(sampling.seeds, sampling.positions + slot, PROPOSAL_DRAW))
@@ -134,4 +138,7 @@ def roll_out(step: Step, draft: DraftOutput, contract: str, sampling: Sampling |
     proposal = torch.stack(tokens, dim=1)
     if not drawn:
         return Proposal(proposal)
-    return Proposal(proposal, torch.stack(laws, dim=1), None if supports[0] is None else torch.stack(supports, dim=1))
+    probs = torch.stack(laws, dim=1)
+    if supports[0] is None:  # the law of all target ids; that of a padding row is 0
+        return Proposal(proposal, nn.functional.pad(probs, (0, draft.logits.shape[-1] - probs.shape[-1])))
+    return Proposal(proposal, probs, torch.stack(supports, dim=1))

@@ -67,7 +67,7 @@ class DominoHead(Head):
         projector_type="domino",
         also_read=("DominoDraftModel",),
         tensors=("prefix_gru.", "embed_proj."),
-        older_names={"logit_head.": ""},
+        older_names={r"^logit_head\.": ""},
         config_fields={name: name for name in ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")},
         layout_field="shift_label",
         at_top=("emb_dim",),
@@ -101,6 +101,7 @@ class DominoHead(Head):
             states, state = self.prefix_gru(self._embedded(draft, previous[:, None]), state)
             logits, ids, rows = draft.logits[:, slot], None, None
             if self.config.pool:
+                logits = draft.proposable(logits)
                 logits, rows = logits.topk(min(self.config.pool, logits.shape[-1]), dim=-1)
                 ids = draft.token_ids(rows)
             if slot >= self.config.pure_draft_prefix_len:

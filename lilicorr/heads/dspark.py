@@ -111,11 +111,9 @@ class DSparkHead(Head):
         also_read=("DFlashDraftModel", "DSparkDraftModel"),
         tensors=("markov_head.", "confidence_head."),
         older_names={
-            "logit_head.": "",
-            "markov_w": "markov_head.markov_w",
-            "gate_proj.": "markov_head.gate_proj.",
-            "joint_proj.": "markov_head.joint_proj.",
-            "confidence_proj.": "confidence_head.proj.",
+            r"^logit_head\.": "",
+            r"^(markov_w\d|gate_proj|joint_proj)\.": r"markov_head.\1.",
+            r"^confidence_proj\.": "confidence_head.proj.",
         },
         config_fields={
             name: name

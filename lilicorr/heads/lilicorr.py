@@ -83,6 +83,19 @@ class LiLiCorrHead(Head):
         "LiLiCorrDraftModel",
         prefix="lilicorr.",
         tensors=("lilicorr.",),
+        # released servers name the parts of the two MLPs, as newer exports do; older ones number them
+        names={
+            r"\.feature_mlp\.0\.": ".feature_norm.",
+            r"mlp\.([01])\.": "mlp.up_proj.",
+            r"mlp\.([23])\.": "mlp.down_proj.",
+        },
+        older_names={
+            r"\.feature_norm\.": ".feature_mlp.0.",
+            r"\.feature_mlp\.up_proj\.": ".feature_mlp.1.",
+            r"\.feature_mlp\.down_proj\.": ".feature_mlp.3.",
+            r"^(lilicorr\.layers\.\d+\.mlp)\.up_proj\.": r"\1.0.",
+            r"^(lilicorr\.layers\.\d+\.mlp)\.down_proj\.": r"\1.2.",
+        },
         config_fields={
             "lilicorr_hidden_size": "hidden_size",
             "lilicorr_num_layers": "num_layers",
@@ -214,7 +227,7 @@ class LiLiCorrHead(Head):
         """Eq. (7) with Appendix G: the drafter's loss, and on the oracle prefix the three terms of the head."""
         config = self.config
         index, valid = label_index(draft, labels)
-        top = top_index(draft.logits, self.spec.num_candidates)
+        top = top_index(draft.proposable(draft.logits), self.spec.num_candidates)
         log_probs = log_probs_at(draft.logits, torch.cat([index[..., None], top], dim=-1))
         lattice = build_lattice(draft.token_ids(top), log_probs[..., 1:])
         anchor_scores, pair_scores = self.scores(draft, lattice)

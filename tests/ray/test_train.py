@@ -248,7 +248,7 @@ def test_a_run_goes_on_from_its_newest_state(
         ),
         ({"runs": {"a": RunConfig()}}, "exactly one of epochs and steps"),
         ({"runs": {"a": RunConfig(head="argmax", steps=1, start_from="b")}}, "there is none.*got 'b'"),
-        ({"runs": {"a": RunConfig(steps=1), "b": RunConfig(steps=1, start_from="b")}}, r"before it \(a\), got 'b'"),
+        ({"runs": {"a": RunConfig(steps=1), "b": RunConfig(steps=1, start_from="b")}}, r"before it \(a\) or .*got 'b'"),
         ({"runs": {"a": RunConfig(steps=1, start_from="./no/where")}}, "a.start_from: .*no/where is not a checkpoint"),
         ({"runs": {"a": RunConfig(steps=1, head_config={"widht": 3})}}, "unknown key train.runs.a.head_config.widht"),
         ({"runs": {"training_set": RunConfig(steps=1)}}, "train.runs.training_set: a run's name"),

@@ -1,0 +1,56 @@
+"""The library `speculators` reads the configs that we write for it, and its models take the tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peers import toy_case
+from safetensors.torch import load_file
+
+from lilicorr.checkpoint import read_checkpoint, write_checkpoint
+from lilicorr.checkpoint.format import SPECULATORS
+
+speculators = pytest.importorskip("speculators")
+pytestmark = pytest.mark.slow
+
+TAKEN_FROM_THE_TARGET = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+
+
+@pytest.mark.parametrize("head", ["argmax", "dspark"])
+def test_it_reads_what_we_write(head: str, tmp_path: Path) -> None:
+    target, model, checkpoint, _ = toy_case(head)
+    write_checkpoint(tmp_path / "export", checkpoint, SPECULATORS)
+    config = speculators.SpeculatorModelConfig.from_pretrained(tmp_path / "export")
+    kind, spec, layer = ("dspark" if head == "dspark" else "dflash"), model.spec, config.transformer_layer_config
+    assert config.speculators_model_type == kind and config.speculators_config.algorithm == kind
+    assert config.block_size == spec.block_size and config.mask_token_id == spec.mask_token_id
+    assert [layer_id - 1 for layer_id in config.aux_hidden_state_layer_ids] == list(spec.target_layer_ids)
+    assert config.sample_from_anchor == (head == "dspark")
+    assert config.speculators_config.proposal_methods[0].speculative_tokens == spec.num_slots
+    assert config.speculators_config.verifier.name_or_path == "a/target"
+    assert (layer.hidden_size, layer.num_hidden_layers, layer.head_dim) == (64, 1, 16)
+    assert layer.rope_parameters["rope_theta"] == model.shape.rope_theta and config.draft_vocab_size == 12
+
+    classes = {"argmax": speculators.DFlashDraftModel, "dspark": speculators.DSparkDraftModel}
+    theirs = classes[head](config=config)
+    tensors = load_file(tmp_path / "export" / "model.safetensors")
+    missing, surplus = theirs.load_state_dict(tensors, strict=False)
+    assert not surplus and set(missing) <= TAKEN_FROM_THE_TARGET
+    assert all(torch.equal(theirs.state_dict()[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("head", ["argmax", "dspark"])
+def test_we_read_what_it_writes(head: str, tmp_path: Path) -> None:
+    """Its own files leave out defaults, and say nothing of the number of layers of the target."""
+    target, _, checkpoint, _ = toy_case(head)
+    write_checkpoint(tmp_path / "export", checkpoint, SPECULATORS)
+    config = speculators.SpeculatorModelConfig.from_pretrained(tmp_path / "export")
+    classes = {"argmax": speculators.DFlashDraftModel, "dspark": speculators.DSparkDraftModel}
+    theirs = classes[head](config=config)
+    theirs.load_state_dict(load_file(tmp_path / "export" / "model.safetensors"), strict=False)
+    theirs.save_pretrained(tmp_path / "theirs")
+    found = read_checkpoint(tmp_path / "theirs", target)
+    assert found.description.shape == checkpoint.description.shape and found.description.head == head
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in checkpoint.tensors.items())
