@@ -186,7 +186,7 @@ OTHERS = [
     ("deepspec", "dspark", field("markov_head_type", "gru"), "markov_head_type must be one of vanilla, gated, rnn"),
     ("deepspec", "dspark", replaced("lm_head.weight", lambda t: t + 1), "lm_head.weight is not the target's own table"),
     ("deepspec", "dspark", replaced("embed_tokens.weight", lambda t: t[1:]), "embed_tokens.weight has shape"),
-    ("modelopt", "dspark", nested("use_confidence_head", False), "tensors are surplus: confidence_head.proj.bias"),
+    ("modelopt", "dspark", nested("use_confidence_head", False), "tensors are surplus: confidence_proj.bias"),
     ("modelopt", "lilicorr", nested("lilicorr_enabled", False), "tensors are surplus: lilicorr."),
     (
         "modelopt",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -23,6 +26,13 @@ RUNS = Path(os.environ.get("LILICORR_RUNS", Path(__file__).parents[2] / "runs"))
 NUM_PROMPTS = 32
 
 Case = tuple[Target, DraftModel, Checkpoint, list[list[int]]]
+
+
+def installed(package: str) -> ModuleType:
+    """A package of other people's, or a skipped test where it is not installed; what it lacks is an error."""
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        pytest.skip(f"{package} is not installed: make test-interop", allow_module_level=True)
+    return importlib.import_module(package)
 
 
 def toy_case(head: str = "argmax", num_candidates: int = 3) -> Case:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from peers import NUM_PROMPTS, Case, toy_case, trained_case
+from peers import NUM_PROMPTS, Case, installed, toy_case, trained_case
 
 from lilicorr.checkpoint import read_checkpoint, write_checkpoint
 from lilicorr.decode import Decoder, SamplingParams
 
-dflash_model = pytest.importorskip("dflash.model")
+dflash_model = installed("dflash.model")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 CASES: dict[str, Callable[[], Case]] = {

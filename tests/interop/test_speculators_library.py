@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from peers import toy_case
+from peers import installed, toy_case
 from safetensors.torch import load_file
 
 from lilicorr.checkpoint import read_checkpoint, write_checkpoint
 from lilicorr.checkpoint.format import SPECULATORS
 
-speculators = pytest.importorskip("speculators")
+speculators = installed("speculators")
 pytestmark = pytest.mark.slow
 
 TAKEN_FROM_THE_TARGET = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
