@@ -93,7 +93,7 @@ LILICORR = [
     (field("rms_norm_eps", True), "field rms_norm_eps must be float, got True"),
     (nested("lilicorr_logit_scale", "8"), "field lilicorr_logit_scale must be float, got '8'"),
     (nested("lilicorr_candidate_topk", 6), r"lilicorr.rank_embedding has shape \[1, 1, 1, 4, 16\], must be .*6, 16"),
-    (nested("lilicorr_num_heads", 3), "the head's width 16 is not a multiple of its 3 attention heads"),
+    (nested("lilicorr_num_heads", 3), "num_heads must divide the head's hidden_size 16, got 3"),
     (nested("lilicorr_num_layers", 3), "tensors are missing: lilicorr.layers.2"),
     (nested("lilicorr_hidden_size", 0), "tensors are surplus: lilicorr.token_proj"),
     (nested("lilicorr_factor_dim", 11), "has shape .*12"),
