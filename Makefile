@@ -93,7 +93,7 @@ $(VLLM_VENV)/.installed-$(HASH):
 $(INTEROP_VENV)/.installed-$(HASH):
 	test -x $(INTEROP_VENV)/bin/python || $(PYTHON) -m venv $(INTEROP_VENV)
 	$(if $(GPU),,$(INTEROP_VENV)/bin/python -c 'import torch' 2>/dev/null || $(INTEROP_VENV)/bin/python -m pip install $(TORCH))
-	$(INTEROP_VENV)/bin/python -m pip install -e ".[dev]" datasets loguru msgspec pydantic
+	$(INTEROP_VENV)/bin/python -m pip install -e ".[dev]" datasets hs-connectors==0.9.0 loguru msgspec pydantic
 	$(INTEROP_VENV)/bin/python -m pip install --no-deps $(PEERS)
 	touch $@
 

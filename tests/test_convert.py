@@ -225,6 +225,7 @@ def test_what_speculators_leave_out_is_a_default_of_qwen3(target: Target, tmp_pa
     write_checkpoint(tmp_path / "small", small, SPECULATORS)
     config = json.loads((tmp_path / "small" / "config.json").read_text())
     assert config.pop("num_target_layers") == 6
+    config["architectures"] = ["DSparkDraftModel"]
     (tmp_path / "small" / "config.json").write_text(json.dumps(config))
     assert_same(read_checkpoint(tmp_path / "small", target), small)
 

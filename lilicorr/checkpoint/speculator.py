@@ -25,6 +25,7 @@ from lilicorr.heads import HEADS
 TYPE = "speculators_model_type"  # only such a config.json has it
 HEAD_TYPES = {"argmax": "dflash", "dspark": "dspark"}
 ARCHITECTURES = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
+MODELS = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}  # which is what its models save instead
 MAPS = ("t2d", "d2t")
 LM_HEAD = "lm_head.weight"
 DSPARK_FIELDS = tuple(HEADS["dspark"].format.config_fields)
@@ -91,7 +92,7 @@ def decode_config(path: Path, top: dict[str, Any], num_target_layers: int | None
     """
     config = Fields(path, {key: value for key, value in top.items() if key != "transformer_layer_config"})
     kind = config.get(TYPE, str)
-    if kind not in ARCHITECTURES or config.get("architectures", list) != [ARCHITECTURES[kind]]:
+    if kind not in MODELS or config.get("architectures", list) not in ([ARCHITECTURES[kind]], [MODELS[kind]]):
         raise ValueError(
             f"{path}: {TYPE} must be one of {', '.join(ARCHITECTURES)} with its architecture "
             f"{' or '.join(ARCHITECTURES.values())}, got {kind!r} with {config.get('architectures', list)}"

@@ -37,7 +37,7 @@ def installed(package: str) -> ModuleType:
 
 def toy_case(head: str = "argmax", num_candidates: int = 3) -> Case:
     """Twelve tokens, so that an untrained drafter is right now and then."""
-    target = toy_target(hidden=64, head_dim=16)
+    target = toy_target(hidden=64, head_dim=16, num_layers=4)
     model = toy_draft_model(target, head, block_size=6, num_candidates=num_candidates)
     tensors = {name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
     tables = {"embed_tokens.weight": target.embed.clone(), "lm_head.weight": target.lm_head.clone()}
