@@ -20,37 +20,32 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from transformers import PreTrainedTokenizerBase
-
 from lilicorr.config import PipelineConfig
-from lilicorr.generator import (
-    Completion,
-    ConversationResult,
-    DeadRecord,
-    DialogueSettings,
-    Generator,
-    TransformersGenerator,
-    regenerate_conversations,
-)
 from lilicorr.provenance import write_json
 from pipelines import local, shards, stage
 from pipelines.errors import one_line_errors, sent_home
 from pipelines.inputs import engine_label
 from pipelines.shards import Plan, Run, Shard
+from pipelines.tally import Tally, describe
+
+if TYPE_CHECKING:  # they need torch, which the driver and --status do without
+    from transformers import PreTrainedTokenizerBase
+
+    from lilicorr.generator import Completion, Generator
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_S = 30.0
-MakeGenerator = Callable[[PipelineConfig], tuple[PreTrainedTokenizerBase, Generator]]
+MakeGenerator = Callable[[PipelineConfig], "tuple[PreTrainedTokenizerBase, Generator]"]
 
 
 class EngineError(RuntimeError):
@@ -92,11 +87,11 @@ def run(config: PipelineConfig, make_generator: MakeGenerator | None = None) -> 
         with Progress(current, plan):
             run_on_ray(work)
         shutil.rmtree(folder / ".attempts", ignore_errors=True)
-    left = shards.missing(current, plan)
+    left = shards.missing(current, replace(plan, shards=tuple(todo)))
     if left:
         raise RuntimeError(f"{len(left)} shards are still not done, the first is {left[0].id}; run again")
-    numbers = shards.summary(folder, plan)
-    for line in shards.describe(numbers):
+    numbers = Tally(folder, plan).summary()
+    for line in describe(numbers):
         logger.info("%s", line)
     write_json(folder / "summary.json", numbers)
     check_dead(numbers, config.regenerate.max_dead_fraction, folder)
@@ -137,6 +132,7 @@ def make_engine(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, Genera
         return make_vllm(config)
     import torch
 
+    from lilicorr.generator import TransformersGenerator
     from lilicorr.target import load_target
 
     target = load_target(config.target, "cuda" if torch.cuda.is_available() else "cpu")
@@ -179,6 +175,8 @@ class GeneratorActor:
     """One engine and the shards Ray Data hands to it, one per call."""
 
     def __init__(self, work: Work) -> None:
+        from lilicorr.generator import DialogueSettings
+
         self.work = work
         self.settings = DialogueSettings(work.config.target.template_kwargs, work.config.regenerate.max_new_tokens)
         with sent_home():
@@ -197,6 +195,8 @@ class GeneratorActor:
 
         The process ends where its engine fails: Ray starts another one and hands it the same shard.
         """
+        from lilicorr.generator import ConversationResult, DeadRecord, regenerate_conversations
+
         run, limit = self.work.run, self.work.config.regenerate.max_attempts
         if shards.is_done(run, shard):
             return
@@ -211,7 +211,7 @@ class GeneratorActor:
         try:
             results = list(regenerate_conversations(conversations, self.tokenizer, self.generator, self.settings))
         except EngineError as error:
-            (self.work.attempts / f"{shard.id}-{attempt}").write_text(str(error), encoding="utf-8")
+            (self.work.attempts / shard.id / str(attempt)).write_text(str(error), encoding="utf-8")
             logger.exception("the engine died in shard %s, attempt %d of %d", shard.id, attempt, limit)
             traceback.print_exc()
             sys.stderr.flush()
@@ -221,10 +221,12 @@ class GeneratorActor:
 
 def begin_attempt(folder: Path, shard: Shard) -> tuple[int, str]:
     """Mark the start of an attempt, before anything can go wrong; returns its number and the last error."""
-    started = sorted(folder.glob(f"{shard.id}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    (folder / f"{shard.id}-{len(started) + 1}").touch()
-    errors = [text for path in started if (text := path.read_text(encoding="utf-8"))]
-    return len(started) + 1, errors[-1] if errors else ""
+    started = folder / shard.id
+    started.mkdir(exist_ok=True)
+    numbers = sorted(int(path.name) for path in started.iterdir())
+    (started / str(len(numbers) + 1)).touch()
+    errors = [text for number in numbers if (text := (started / str(number)).read_text(encoding="utf-8"))]
+    return len(numbers) + 1, errors[-1] if errors else ""
 
 
 class Watched:
@@ -254,9 +256,9 @@ class Progress:
     """Logs a line every PROGRESS_S seconds while shards are made, from their manifests."""
 
     def __init__(self, run: Run, plan: Plan) -> None:
-        self.run, self.plan = run, plan
+        self.tally = Tally(run.folder, plan)
         self.start = time.monotonic()
-        self.before = shards.summary(run.folder, plan)
+        self.before = self.tally.summary()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._log, daemon=True, name="regeneration progress")
 
@@ -270,7 +272,7 @@ class Progress:
 
     def _log(self) -> None:
         while not self._stopped.wait(PROGRESS_S):
-            logger.info("%s", self.line(shards.summary(self.run.folder, self.plan), time.monotonic() - self.start))
+            logger.info("%s", self.line(self.tally.summary(), time.monotonic() - self.start))
 
     def line(self, now: dict[str, Any], seconds: float) -> str:
         """Where the run stands after `seconds`; the time left follows from tokens per second, not from shards."""
@@ -291,7 +293,7 @@ class Progress:
 def print_status(config: PipelineConfig) -> None:
     """Print how far the run is, from its plan and manifests."""
     folder = config.directory / "regenerate"
-    for line in shards.describe(shards.summary(folder, shards.read_plan(folder))):
+    for line in describe(Tally(folder, shards.read_plan(folder)).summary()):
         print(line)
 
 
