@@ -64,6 +64,7 @@ ALLOWED = {
     # training
     "corpus": "blocks chat config folder provenance",
     "features": "blocks corpus target",
+    "budget": "blocks config draft_model drafter losses",
     "training": "anchors blocks checkpoint config corpus draft_model features folder losses provenance target",
     # making answers, measuring
     "generator": "blocks chat config prompts target",
