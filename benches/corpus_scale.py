@@ -11,8 +11,9 @@ Needs Ray. At full size: some 60 GB of disk in `--folder` (a temporary folder by
 The result is one JSON object: `rows` of the source; `ok`, `dead`, `duplicate`, `dropped`, `held_out` which add up to
 them; `kills`; `seconds` from the start of the first driver to the training set (kills and restarts included) and by
 stage; `rows_per_s`; `resume_seconds` from the start of the driver after the last kill to the first shard it hands out;
-`status_seconds` of `pipelines/regenerate.py --status`; `peak_rss_gb` of the largest driver and `peak_tree_gb` of a
-driver and all processes below it (proportional set size, sampled); sizes; provenance.
+`status_seconds` of `pipelines/regenerate.py --status`; `loader`, rows and tokens a second that one process draws from
+the training set as a trainer does, in micro-batches of one row with their anchors; `peak_rss_gb` of the largest driver
+and `peak_tree_gb` of a driver and all processes below it (proportional set size, sampled); sizes; provenance.
 
 Place in the flow: `corpus_scale.json`; docs/scale.md quotes it.
 """
@@ -36,17 +37,20 @@ import pyarrow.parquet as pq
 import yaml
 
 from benches.corpus import NUM_ROWS, Replay, make_corpus
-from lilicorr.config import PipelineConfig, load_profile
+from lilicorr.config import PipelineConfig, TrainConfig, load_profile
 from lilicorr.provenance import provenance, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lilicorr.corpus import TrainingSet
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "benches" / "results" / "corpus_scale.json"
 PROFILE = "corpus_scale"
 POLL_S = 0.2
 TREE_S = 5.0  # between two samples of the processes' memory
+LOADER_STEPS = 200
 DEATH_S = 20.0  # until what a killed driver started is gone
 GB = 1e9
 
@@ -58,7 +62,7 @@ def make_profile(folder: Path, actors: int, shard_size: int) -> PipelineConfig:
         "target": {"source": "embedded"},
         "prompts": {"source": "nemotron_v2", "data_dir": str(folder / "corpus"), "held_out_fraction": 0.001},
         "regenerate": {
-            "engine": "replay",
+            "engine": "transformers",  # no more than a name here: `drive` puts its own engine in its place
             "max_model_len": 131_072,
             "shard_size": shard_size,
             "num_actors": actors,
@@ -86,7 +90,6 @@ def drive(folder: str) -> None:
     from pipelines import full, regenerate, stage
 
     config = load_profile(PROFILE, Path(folder))
-    regenerate.ENGINES["replay"] = ("numpy",)
     regenerated = stage.find(full.STAGES, "regenerate")
     regenerated = replace(regenerated, run=lambda config: regenerate.run(config, make_replay))
     stage.drive([stage.find(full.STAGES, "prepare"), regenerated], config)
@@ -263,8 +266,27 @@ def sizes(config: PipelineConfig) -> dict[str, Any]:
 
     folders = [config.directory / name for name in ("prepare", "regenerate", "train")]
     on_disk = {folder.name: sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) for folder in folders}
-    report = TrainingSet.open(config.directory / "train" / TRAINING_SET).meta["report"]
-    return {"written_gb": {name: round(size / GB, 3) for name, size in on_disk.items()}, "training_set": report}
+    training_set = TrainingSet.open(config.directory / "train" / TRAINING_SET)
+    written = {name: round(size / GB, 3) for name, size in on_disk.items()}
+    loader = loader_rates(training_set, config.train)
+    return {"written_gb": written, "training_set": training_set.meta["report"], "loader": loader}
+
+
+def loader_rates(training_set: TrainingSet, config: TrainConfig) -> dict[str, float]:
+    """Rows and tokens a second from sampler to anchors, in micro-batches of one row: nothing is padded."""
+    from lilicorr.anchors import choose_anchors
+    from lilicorr.corpus import Sampler, split_rows
+
+    sampler = Sampler(len(training_set), config.batch_size, config.seed)
+    began, num_rows, num_tokens = time.monotonic(), 0, 0
+    for step in range(min(LOADER_STEPS, sampler.steps_per_epoch)):
+        epoch, rows = sampler.rows(step)
+        for index in split_rows(training_set.lengths[rows].tolist(), 1)[0]:
+            batch = training_set.batch([rows[index]])
+            choose_anchors(batch, config.seed, epoch, config.max_anchors)
+            num_rows, num_tokens = num_rows + 1, num_tokens + int(batch.lengths.sum())
+    seconds = time.monotonic() - began
+    return {"rows_per_s": round(num_rows / seconds, 1), "tokens_per_s": round(num_tokens / seconds, 1)}
 
 
 def status_seconds(folder: Path) -> float:

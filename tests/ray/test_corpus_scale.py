@@ -71,7 +71,6 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
             actor.make(shard)
 
     monkeypatch.setattr(regenerate, "run_on_ray", in_process)
-    monkeypatch.setattr(regenerate, "ENGINES", dict(regenerate.ENGINES))
     make_corpus(tmp_path / "corpus", ROWS)
     config = corpus_scale.make_profile(tmp_path, actors=1, shard_size=100)
     corpus_scale.drive(str(tmp_path))
@@ -81,7 +80,9 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
 def test_every_row_has_one_place_and_a_second_one_or_none_is_an_error(finished: PipelineConfig) -> None:
     found = corpus_scale.account(finished, ROWS)
     assert found["rows"] == ROWS and found["duplicate"] > 0 and found["ok"] > 0.9 * ROWS and found["shards"] == 4
-    report = corpus_scale.sizes(finished)["training_set"]
+    sizes = corpus_scale.sizes(finished)
+    report = sizes["training_set"]
+    assert sizes["loader"]["rows_per_s"] > 0 and sizes["loader"]["tokens_per_s"] > 0
     # the longest row is among the answered ones; cut to 3,072 tokens it holds none of its answer
     assert report["turns"] == found["turns"] == report["rows"] + sum(report["dropped"].values())
     assert report["dropped"]["no_supervised_pair"] >= 1
@@ -100,7 +101,7 @@ def test_every_row_has_one_place_and_a_second_one_or_none_is_an_error(finished: 
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_killed_driver_is_started_again_and_the_result_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
