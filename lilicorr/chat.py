@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]
@@ -61,7 +62,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     """The text of an answer's ids as the next turn's history and the reader see it: special tokens left out."""
-    return tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    ids = np.asarray(token_ids, dtype=np.int64)  # a list would be looked through in Python, id by id
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def _check_text(content: Any) -> None:

@@ -169,7 +169,7 @@ class TrainConfig:
     micro_batch_size: int = 1  # rows per forward of one worker
     max_length: int = 3072  # tokens per row, longer rows are cut on the right
     max_anchors: int = 512  # per row and epoch
-    chunk_blocks: int = 128  # blocks whose vocabulary logits exist at once
+    chunk_blocks: int | None = 128  # blocks whose vocabulary logits exist at once; None: 512 MiB of them in fp32
     layout: str = "turn"  # turn: one row per generated turn | conversation: one row per conversation
     precision: str = "bfloat16"  # of the matrix products; parameters and moments are fp32 always
     cache_features: bool = False  # keep the target's features of the whole training set on disk (one machine)

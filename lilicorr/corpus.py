@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -75,15 +75,10 @@ def build_training_set(
     if max_length < 2:
         raise ValueError(f"max_length must be at least 2, got {max_length}")
     counts: Counter[str] = Counter()
-    places: list[tuple[str, int, int, int]] = []  # cid, turn, shard, length: the order of the rows
     runs: set[str] = set()
-    for number, shard in enumerate(shards):
-        for row in _shard_rows(shard, max_length, layout, counts, runs):
-            places.append((row.cid, row.turn, number, len(row.tokens)))
-    _check_places(places, shards, runs, counts)
-    places.sort()
+    lengths, ranks = _survey(shards, max_length, layout, counts, runs)
     with new_folder(folder) as aside:
-        meta = _lay_out(aside, places, shards, max_length, layout)
+        meta = _lay_out(aside, lengths, ranks, shards, max_length, layout)
         names = ("turns", "conversations", "truncated", "spans_found", "spans_missing")
         drops = {key.removeprefix("dropped_"): n for key, n in sorted(counts.items()) if key.startswith("dropped_")}
         report = {name: counts[name] for name in names} | {"dropped": drops}
@@ -93,63 +88,106 @@ def build_training_set(
     return report
 
 
-def _check_places(
-    places: list[tuple[str, int, int, int]], shards: Sequence[Path], runs: set[str], counts: Counter[str]
-) -> None:
-    """Refuse an empty set, mixed regeneration runs and rows that stand twice."""
-    if not places:
+def _survey(
+    shards: Sequence[Path], max_length: int, layout: str, counts: Counter[str], runs: set[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths of the rows in their final order, and the place there of every row as the shards give them.
+
+    Refuses an empty set, mixed regeneration runs and rows that stand twice. Memory holds one shard and some forty
+    bytes a row.
+    """
+    keys: list[np.ndarray] = [np.empty(0, dtype="S1")]
+    found: list[np.ndarray] = [np.empty((0, 3), dtype=np.int64)]  # turn, shard, length
+    for number, shard in enumerate(shards):
+        rows = [(r.cid, r.turn, number, len(r.tokens)) for r in _shard_rows(shard, max_length, layout, counts, runs)]
+        if rows:
+            keys.append(np.array([cid.encode() for cid, *_ in rows]))
+            found.append(np.array([values for _, *values in rows], dtype=np.int64))
+    cids, (turns, numbers, lengths) = np.concatenate(keys), np.concatenate(found).T
+    del keys, found
+    if not len(cids):
         raise ValueError(f"no training row in {len(shards)} shards: {dict(counts)}")
     if len(runs) > 1:
         raise ValueError(f"shards of different regeneration runs: {', '.join(sorted(runs))}")
-    seen: dict[tuple[str, int], int] = {}
-    for cid, turn, number, _ in places:
-        other = seen.setdefault((cid, turn), number)
-        if other != number:
-            raise ValueError(f"conversation {cid} turn {turn} stands in {shards[other]} and in {shards[number]}")
-    if len(seen) != len(places):
-        raise ValueError(f"{len(places) - len(seen)} rows stand twice in one shard")
+    order = np.lexsort((numbers, turns, cids))
+    first, second = order[:-1], order[1:]
+    repeated = np.flatnonzero((cids[first] == cids[second]) & (turns[first] == turns[second]))
+    for one, other in ((first[place], second[place]) for place in repeated):
+        if numbers[one] != numbers[other]:
+            where = f"{shards[numbers[one]]} and in {shards[numbers[other]]}"
+            raise ValueError(f"conversation {cids[one].decode()} turn {turns[one]} stands in {where}")
+    if len(repeated):
+        raise ValueError(f"{len(repeated)} rows stand twice in one shard")
+    ranks = np.empty_like(order)
+    ranks[order] = np.arange(len(order))
+    return lengths[order], ranks
 
 
 def _lay_out(
-    folder: Path, places: list[tuple[str, int, int, int]], shards: Sequence[Path], max_length: int, layout: str
+    folder: Path, lengths: np.ndarray, ranks: np.ndarray, shards: Sequence[Path], max_length: int, layout: str
 ) -> dict[str, Any]:
-    """Write the arrays, one shard in memory at a time; every row goes straight to its final place."""
-    offsets = np.zeros(len(places) + 1, dtype=np.int64)
-    np.cumsum([length for *_, length in places], out=offsets[1:])
-    total = int(offsets[-1])
-    tokens = np.lib.format.open_memmap(folder / "tokens.npy", mode="w+", dtype=np.int32, shape=(total,))
-    mask = np.lib.format.open_memmap(folder / "mask.npy", mode="w+", dtype=np.bool_, shape=(total,))
-    where = {(cid, turn): index for index, (cid, turn, *_) in enumerate(places)}
-    present: set[int] = set()
-    for shard in shards:
-        for row in _shard_rows(shard, max_length, layout, Counter(), set()):
-            index = where[row.cid, row.turn]
-            tokens[offsets[index] : offsets[index + 1]] = row.tokens
-            mask[offsets[index] : offsets[index + 1]] = row.mask
-            present.update(np.unique(row.tokens).tolist())
-    tokens.flush()
-    mask.flush()
+    """Write the arrays, one shard in memory at a time; every row goes straight to its final place.
+
+    The files are written rather than mapped, so that what is written does not count as this process's memory.
+    """
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    total, done, num_supervised = int(offsets[-1]), 0, 0
+    present = np.zeros(1, dtype=np.bool_)
+    with (
+        _new_array(folder / "tokens.npy", np.int32, total) as tokens,
+        _new_array(folder / "mask.npy", np.bool_, total) as mask,
+    ):
+        start = tokens.tell(), mask.tell()
+        for shard in shards:
+            rows = list(_shard_rows(shard, max_length, layout, Counter(), set()))
+            places = ranks[done : done + len(rows)]
+            done += len(rows)
+            by_place = np.argsort(places)
+            for run in np.split(by_place, np.flatnonzero(np.diff(places[by_place]) != 1) + 1):
+                if not len(run):  # a shard without a row
+                    continue
+                ids = np.concatenate([rows[index].tokens for index in run])
+                supervised = np.concatenate([rows[index].mask for index in run])
+                for file, begin, values in zip((tokens, mask), start, (ids, supervised)):
+                    file.seek(begin + int(offsets[places[run[0]]]) * values.itemsize)
+                    file.write(values.data)
+                num_supervised += int(np.count_nonzero(supervised))
+                present = np.pad(present, (0, max(0, int(ids.max()) + 1 - len(present))))
+                present[ids] = True
     np.save(folder / "offsets.npy", offsets)
-    np.save(folder / "vocab.npy", np.array(sorted(present), dtype=np.int32))
+    np.save(folder / "vocab.npy", np.flatnonzero(present).astype(np.int32))
     return {
         "format": FORMAT,
-        "rows": len(places),
+        "rows": len(lengths),
         "tokens": total,
-        "supervised_tokens": int(np.count_nonzero(mask)),
-        "vocabulary": len(present),
+        "supervised_tokens": num_supervised,
+        "vocabulary": int(np.count_nonzero(present)),
         "max_length": max_length,
-        "longest_row": int(np.diff(offsets).max()),
+        "longest_row": int(lengths.max()),
         "layout": layout,
-        "content": _content_hash(tokens, mask, offsets),
+        "content": _content_hash([folder / "tokens.npy", folder / "mask.npy", folder / "offsets.npy"]),
     }
 
 
-def _content_hash(*arrays: np.ndarray, block: int = 1 << 24) -> str:
-    """16 hex digits of the arrays' bytes, read in blocks."""
+def _new_array(path: Path, kind: type, size: int) -> BinaryIO:
+    """A new .npy file of `size` zeros, open behind its header."""
+    file = path.open("wb")
+    descr = np.lib.format.dtype_to_descr(np.dtype(kind))
+    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": (size,)})
+    file.truncate(file.tell() + size * np.dtype(kind).itemsize)
+    return file
+
+
+def _content_hash(paths: Sequence[Path], block: int = 1 << 24) -> str:
+    """16 hex digits of the arrays' bytes, read in blocks and without the files' headers."""
     digest = hashlib.blake2b(digest_size=8)
-    for array in arrays:
-        for start in range(0, len(array), block):
-            digest.update(np.ascontiguousarray(array[start : start + block]))
+    for path in paths:
+        with path.open("rb") as file:
+            np.lib.format.read_magic(file)
+            np.lib.format.read_array_header_1_0(file)
+            while chunk := file.read(block):
+                digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -198,8 +236,8 @@ def _id_lists(column: Any) -> list[np.ndarray]:
     lists: list[np.ndarray] = []
     for chunk in column.chunks:
         values = chunk.flatten().to_numpy(zero_copy_only=False)
-        ends = np.cumsum(chunk.value_lengths().to_numpy(zero_copy_only=False))
-        lists += np.split(values, ends[:-1]) if len(ends) else []
+        ends = np.cumsum(chunk.value_lengths().to_numpy(zero_copy_only=False)).tolist()
+        lists += [values[start:end] for start, end in zip([0, *ends], ends)]
     return lists
 
 

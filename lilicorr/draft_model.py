@@ -22,6 +22,13 @@ from lilicorr.drafter import ContextCache, Drafter, DrafterShape, block_spec
 from lilicorr.heads import HEADS
 from lilicorr.target import Target
 
+CHUNK_BYTES = 512 << 20  # of vocabulary logits in fp32 that exist at once, where no number of blocks is given
+
+
+def blocks_at_once(num_slots: int, vocab_size: int) -> int:
+    """Blocks whose logits fill `CHUNK_BYTES` in fp32, at least one."""
+    return max(1, CHUNK_BYTES // (4 * num_slots * vocab_size))
+
 
 class DraftModel(nn.Module):
     """Drafter, head, and the target's embedding and output tables [V, H], which are frozen and never saved.
@@ -81,21 +88,41 @@ class DraftModel(nn.Module):
         anchors: Tensor,
         keep: Tensor,
         progress: float,
-        chunk_blocks: int,
+        chunk_blocks: int | None,
     ) -> dict[str, LossTerm]:
         """Loss terms of the kept blocks.
 
         features [R, T, C * H] and final_hidden [R, T, H] of the target; anchors and keep [R, A]; progress in
-        [0, 1]. Vocabulary logits of at most `chunk_blocks` blocks exist at once; with more blocks than that,
-        each chunk is recomputed in the backward pass.
+        [0, 1]. Vocabulary logits of at most `chunk_blocks` blocks exist at once (None: `blocks_at_once`); with more
+        blocks than that, each chunk is recomputed in the backward pass.
         """
+        context, hidden = self.block_states(features, batch, anchors)
+        rows, columns = keep.nonzero(as_tuple=True)
+        blocks = (hidden[rows, columns], rows, anchors[rows, columns])
+        return self.block_terms(*blocks, context, final_hidden, batch, progress, chunk_blocks)
+
+    def block_states(self, features: Tensor, batch: TrainBatch, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """The fused context [R, T, H], and the states [R, A, S, H] of the slots of all blocks."""
         context = self.drafter.fuse(features.to(self.drafter.fc.weight.dtype))
         block_ids = torch.full((*anchors.shape, self.spec.block_size), self.spec.mask_token_id, device=anchors.device)
         block_ids[..., 0] = batch.input_ids.gather(1, anchors)
         embeds = self.embed[block_ids].to(context.dtype)
-        hidden = self.drafter(embeds, anchors, self.drafter.context_kv(context))
-        rows, columns = keep.nonzero(as_tuple=True)
-        hidden, anchors = hidden[rows, columns], anchors[rows, columns]
+        return context, self.drafter(embeds, anchors, self.drafter.context_kv(context))
+
+    def block_terms(
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        anchors: Tensor,
+        context: Tensor,
+        final_hidden: Tensor,
+        batch: TrainBatch,
+        progress: float,
+        chunk_blocks: int | None,
+    ) -> dict[str, LossTerm]:
+        """Loss terms of N blocks: hidden [N, S, H], their rows and anchors [N]; the rest as in `forward`."""
+        if chunk_blocks is None:
+            chunk_blocks = blocks_at_once(self.spec.num_slots, len(self.draft_rows))
 
         def chunk_terms(hidden: Tensor, context: Tensor, rows: Tensor, anchors: Tensor) -> dict[str, LossTerm]:
             labels = block_labels(batch, rows, anchors, self.spec.num_slots, final_hidden, self.lm_head)

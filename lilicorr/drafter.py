@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lilicorr.blocks import IN_PLACE, BlockSpec, wide
 from lilicorr.config import DrafterConfig, YarnConfig
 from lilicorr.target import Target, default_layer_ids, rope_theta
 
 SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_captured_layers")
+SCORE_BYTES = 256 << 20  # of attention scores in fp32 that exist at once
 LayerKV = tuple[Tensor, Tensor]  # keys and values of one layer, each [R, kv heads, T, head width]
 
 
@@ -160,6 +162,28 @@ def block_attention(queries: Tensor, block_kv: LayerKV, context_kv: LayerKV, anc
     return mixed.reshape(queries.shape)
 
 
+def chunked_attention(queries: Tensor, block_kv: LayerKV, context_kv: LayerKV, anchors: Tensor) -> Tensor:
+    """`block_attention` over as many anchors at once as `SCORE_BYTES` of scores allow; shapes and values as there.
+
+    Where that takes more than one chunk, each is recomputed in the backward pass. At the paper's size (512 anchors
+    of a row of 3,072 tokens, 32 heads) the scores of one layer are 3.2 GB, and those of all layers were kept.
+    """
+    num_anchors = queries.shape[2]
+    scores = 4 * queries[..., 0].numel() * (context_kv[0].shape[2] + queries.shape[3])
+    if scores <= SCORE_BYTES:
+        return block_attention(queries, block_kv, context_kv, anchors)
+    parts, size = [], max(1, num_anchors * SCORE_BYTES // scores)
+    for first in range(0, num_anchors, size):
+        end = first + size
+        own_kv = tuple(part[:, :, first:end] for part in block_kv)
+        arguments = (queries[:, :, first:end], own_kv, context_kv, anchors[:, first:end])
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(block_attention, *arguments, use_reentrant=False))
+        else:
+            parts.append(block_attention(*arguments))
+    return torch.cat(parts, dim=2)
+
+
 class DrafterAttention(nn.Module):
     """Grouped-query attention whose keys and values come from the context and from the block alike."""
 
@@ -185,7 +209,7 @@ class DrafterAttention(nn.Module):
 
     def forward(self, x: Tensor, context_kv: LayerKV, anchors: Tensor, positions: Tensor) -> Tensor:
         queries = self.rotary(self.q_norm(self._heads(self.q_proj(x))), positions)
-        mixed = block_attention(queries, self.keys_values(x, positions), context_kv, anchors)
+        mixed = chunked_attention(queries, self.keys_values(x, positions), context_kv, anchors)
         return self.o_proj(mixed.movedim(1, -2).flatten(-2))
 
 

@@ -14,9 +14,9 @@ A conversation ends in one of three ways, and is never half of one:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from lilicorr.prompts import Conversation
 from lilicorr.target import Target, TargetCache
 
 THINK_MARKERS = ("<think>", "</think>")
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,39 @@ def regenerate_conversations(
             if not (dialogue.accept(completion) and dialogue.submit_next(key, generator)):
                 del dialogues[key]
                 yield dialogue.result()
+
+
+def regenerate_groups(
+    groups: Iterable[tuple[Key, Sequence[Conversation]]],
+    tokenizer: PreTrainedTokenizerBase,
+    generator: Generator,
+    settings: DialogueSettings,
+) -> Iterator[tuple[Key, list[ConversationResult]]]:
+    """Answer groups of conversations, each group's results as one when its last conversation is finished.
+
+    The next group begins as soon as the one before it leaves a request's place free: no group waits for another's
+    last answer, and an end of `groups` is the only time at which the generator runs empty. A content id may be in
+    one open group only; a group must not be empty.
+    """
+    owners: dict[str, Key] = {}  # of open conversations
+    left: dict[Key, int] = {}
+    done: dict[Key, list[ConversationResult]] = {}
+
+    def feed() -> Iterator[Conversation]:
+        for key, conversations in groups:
+            left[key], done[key] = len(conversations), []
+            for conversation in conversations:
+                assert conversation.cid not in owners, f"conversation {conversation.cid} is in two open groups"
+                owners[conversation.cid] = key
+                yield conversation
+
+    for result in regenerate_conversations(feed(), tokenizer, generator, settings):
+        key = owners.pop(result.conversation.cid)
+        done[key].append(result)
+        left[key] -= 1
+        if not left[key]:
+            del left[key]
+            yield key, done.pop(key)
 
 
 class _Dialogue:

@@ -1,8 +1,8 @@
 """Prompt sources: raw chat rows in, clean conversations with a content id out.
 
-Place in the flow: `pipelines/prepare.py` calls `load_conversations` once and writes the result with
-`write_conversations`; regeneration reads it back by row range. Only system and user turns are kept: the
-target answers every user turn itself (paper, section 4.1).
+Place in the flow: `pipelines/prepare.py` calls `prepare_conversations` once, which writes them ordered by content
+id; regeneration reads them back by row range. Only system and user turns are kept: the target answers every user
+turn itself (paper, section 4.1).
 
 What happens to a row, in this order; every drop is counted by its reason:
     roles are mapped (human -> user, gpt -> assistant, developer -> system); content may be a string or a list
@@ -28,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lilicorr import stdlib
 from lilicorr.config import PromptConfig
-from lilicorr.folder import ASIDE, flush
+from lilicorr.parquet import BucketSort, bucket_sort, new_table
 from lilicorr.rows import corpus_files, iter_rows
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ ROLES = {
     "function": "tool",
 }
 SOFT_SWITCHES = ("/think", "/no_think")
-ROW_GROUP = 2048
+SYSTEM_CHARS = 80  # of a system turn that count when the frequent ones are logged
+MOST_SYSTEMS = 10_000  # different ones that are counted at once
 SCHEMA = pa.schema(
     [
         ("cid", pa.string()),
@@ -64,6 +66,7 @@ SCHEMA = pa.schema(
         ("uuid", pa.string()),
     ]
 )
+SORTED = pa.schema([*SCHEMA, ("held_out", pa.bool_()), ("soft_switch", pa.bool_()), ("system", pa.string())])
 
 
 @dataclass(frozen=True)
@@ -146,20 +149,43 @@ def _text(content: Any) -> str:
     return text
 
 
-def load_conversations(config: PromptConfig) -> tuple[list[Conversation], list[Conversation], dict[str, int]]:
-    """Read the configured source; return training prompts, held-out prompts (both by content id) and counts.
+def prepare_conversations(config: PromptConfig, train: Path, held_out: Path) -> dict[str, int]:
+    """Read the configured source and write both files, each ordered by content id; returns the counts.
 
-    `rows` equals the sum of `train`, `held_out`, `not_chosen`, `duplicate` and every `dropped_*`. Files are
-    read row by row; memory holds the kept system and user turns.
+    `rows` equals the sum of `train`, `held_out`, `not_chosen`, `duplicate` and every `dropped_*`. Of rows with one
+    content id the first counts. Memory does not grow with the source: rows go through files beside `train`.
 
     Raises ValueError for a missing, empty, cut or malformed file, and for a source that leaves nothing.
     """
     if not 0 <= config.held_out_fraction < 1:
         raise ValueError(f"prompts.held_out_fraction must be in [0, 1), got {config.held_out_fraction}")
-    parts: dict[bool, dict[str, Conversation]] = {False: {}, True: {}}
     counts: Counter[str] = Counter(rows=0, duplicate=0)
-    systems: Counter[str] = Counter()
+    with bucket_sort(train.parent, SORTED, "cid") as ordered:
+        usable = _sort_rows(config, ordered, counts)
+        sizes = _count_sorted(ordered, counts)
+        counts["duplicate"] += usable - sum(size.total() for size in sizes.values())
+        limits = {False: config.max_conversations, True: config.max_held_out}
+        chosen = {part: quotas(sizes[part], limits[part]) for part in sizes}
+        counts["train"], counts["held_out"] = chosen[False].total(), chosen[True].total()
+        counts["not_chosen"] = sum(sizes[part].total() - chosen[part].total() for part in sizes)
+        accounted = counts["train"] + counts["held_out"] + counts["not_chosen"] + counts["duplicate"]
+        accounted += sum(count for name, count in counts.items() if name.startswith("dropped_"))
+        assert accounted == counts["rows"], f"{accounted} rows accounted for of {counts['rows']}: {dict(counts)}"
+        if not counts["train"]:
+            raise ValueError(f"source {config.source!r} left no training conversation: {dict(counts)}")
+        with new_table(train, SCHEMA) as add_train, new_table(held_out, SCHEMA) as add_held_out:
+            for table in ordered.tables([*SCHEMA.names, "held_out"]):
+                for part, add in ((False, add_train), (True, add_held_out)):
+                    of_part = table.filter(pc.equal(table["held_out"], part)).select(SCHEMA.names)
+                    add(_take_chosen(of_part, chosen[part]))
+    return dict(counts)
+
+
+def _sort_rows(config: PromptConfig, ordered: BucketSort, counts: Counter[str]) -> int:
+    """Put the usable rows of the source into `ordered`; counts all rows and the drops, returns the usable ones."""
+    revision = NEMOTRON_REVISION if config.source == "nemotron_v2" else ""
     before: Counter[str] = Counter()  # what became of the rows that the source itself dropped
+    usable = 0
     for row, held_out in _source_rows(config, before):
         counts["rows"] += 1
         try:
@@ -167,28 +193,35 @@ def load_conversations(config: PromptConfig) -> tuple[list[Conversation], list[C
         except Dropped as reason:
             counts[f"dropped_{reason}"] += 1
             continue
-        cid = conversation_id(messages, NEMOTRON_REVISION if config.source == "nemotron_v2" else "")
-        if cid in parts[False] or cid in parts[True]:
-            counts["duplicate"] += 1
-            continue
-        chosen = _held_out(cid, config.held_out_fraction) if held_out is None else held_out
-        parts[chosen][cid] = _conversation(cid, messages, row, config.source)
-        counts["with_soft_switch"] += any(switch in m["content"] for m in messages for switch in SOFT_SWITCHES)
-        systems[messages[0]["content"][:80] if messages[0]["role"] == "system" else "(none)"] += 1
+        usable += 1
+        cid = conversation_id(messages, revision)
+        marks = {
+            "held_out": _held_out(cid, config.held_out_fraction) if held_out is None else held_out,
+            "soft_switch": any(switch in m["content"] for m in messages for switch in SOFT_SWITCHES),
+            "system": messages[0]["content"][:SYSTEM_CHARS] if messages[0]["role"] == "system" else "(none)",
+        }
+        conversation = _conversation(cid, messages, row, config.source)
+        ordered.add(vars(conversation) | marks, sum(len(message["content"]) for message in messages))
+    ordered.close()
     for name, count in before.items():
         counts["duplicate" if name == "dropped_duplicate" else name] += count
         counts["rows"] += count
+    return usable
+
+
+def _count_sorted(ordered: BucketSort, counts: Counter[str]) -> dict[bool, Counter[str]]:
+    """Different conversations by category, of the training part (False) and the held-out one (True)."""
+    sizes: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+    systems: Counter[str] = Counter()
+    for table in ordered.tables(["category", "held_out", "soft_switch", "system"]):
+        for category, held_out in zip(table["category"].to_pylist(), table["held_out"].to_pylist()):
+            sizes[held_out][category] += 1
+        counts["with_soft_switch"] += pc.sum(table["soft_switch"]).as_py() or 0
+        systems.update(table["system"].to_pylist())
+        if len(systems) > MOST_SYSTEMS:  # the rare ones go, so that the count does not grow with the corpus
+            systems = Counter(dict(systems.most_common(MOST_SYSTEMS // 10)))
     logger.info("most frequent system turns: %s", systems.most_common(5))
-    train = choose(list(parts[False].values()), config.max_conversations)
-    held = choose(list(parts[True].values()), config.max_held_out)
-    counts["train"], counts["held_out"] = len(train), len(held)
-    counts["not_chosen"] = len(parts[False]) + len(parts[True]) - len(train) - len(held)
-    accounted = counts["train"] + counts["held_out"] + counts["not_chosen"] + counts["duplicate"]
-    accounted += sum(count for name, count in counts.items() if name.startswith("dropped_"))
-    assert accounted == counts["rows"], f"{accounted} rows accounted for of {counts['rows']}: {dict(counts)}"
-    if not train:
-        raise ValueError(f"source {config.source!r} left no training conversation: {dict(counts)}")
-    return train, held, dict(counts)
+    return sizes
 
 
 def _conversation(cid: str, messages: list[dict[str, str]], row: Mapping[str, Any], source: str) -> Conversation:
@@ -197,28 +230,30 @@ def _conversation(cid: str, messages: list[dict[str, str]], row: Mapping[str, An
 
 
 def _held_out(cid: str, fraction: float) -> bool:
-    """A fixed share of all content ids, independent of the order by which `choose` takes them."""
+    """A fixed share of all content ids, independent of the order by which they are chosen."""
     digest = hashlib.blake2b(cid.encode(), digest_size=8, person=b"held-out").digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def choose(conversations: list[Conversation], limit: int | None) -> list[Conversation]:
-    """At most `limit` conversations in the categories' ratio (largest remainder), lowest content id first."""
-    ordered = sorted(conversations, key=lambda conversation: conversation.cid)
-    if limit is None or len(ordered) <= limit:
-        return ordered
-    sizes = Counter(conversation.category for conversation in ordered)
-    shares = {category: divmod(size * limit, len(ordered)) for category, size in sizes.items()}
-    quota = {category: whole for category, (whole, _) in shares.items()}
+def quotas(sizes: Counter[str], limit: int | None) -> Counter[str]:
+    """How many conversations of each category make `limit` in the ratio of `sizes` (largest remainder)."""
+    total = sizes.total()
+    if limit is None or total <= limit:
+        return Counter(sizes)
+    shares = {category: divmod(size * limit, total) for category, size in sizes.items()}
+    quota = Counter({category: whole for category, (whole, _) in shares.items()})
     by_remainder = sorted(shares, key=lambda category: (-shares[category][1], category))
-    for category in by_remainder[: limit - sum(quota.values())]:
-        quota[category] += 1
+    quota.update(by_remainder[: limit - quota.total()])
+    return quota
+
+
+def _take_chosen(table: pa.Table, quota: Counter[str]) -> pa.Table:
+    """The first rows of every category as far as `quota`, which is used up, allows."""
     chosen = []
-    for conversation in ordered:
-        if quota[conversation.category]:
-            quota[conversation.category] -= 1
-            chosen.append(conversation)
-    return chosen
+    for category in table["category"].to_pylist():
+        chosen.append(quota[category] > 0)
+        quota[category] -= chosen[-1]
+    return table.filter(pa.array(chosen, pa.bool_()))
 
 
 def _source_rows(config: PromptConfig, dropped: Counter[str]) -> Iterator[tuple[Mapping[str, Any], bool | None]]:
@@ -287,16 +322,10 @@ def _nemotron_rows(data_dir: str | None) -> Iterator[Mapping[str, Any]]:
 
 
 def write_conversations(path: Path, conversations: Iterable[Conversation]) -> None:
-    """Write conversations to Parquet in the order of their content ids, atomically."""
+    """Write conversations that are in memory to Parquet in the order of their content ids, atomically."""
     ordered = sorted(conversations, key=lambda conversation: conversation.cid)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{ASIDE}{path.name}")
-    with pq.ParquetWriter(aside, SCHEMA, compression="zstd") as writer:
-        for start in range(0, len(ordered), ROW_GROUP):
-            rows = [vars(conversation) for conversation in ordered[start : start + ROW_GROUP]]
-            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
-    flush(aside)
-    aside.replace(path)
+    with new_table(path, SCHEMA) as append:
+        append(pa.Table.from_pylist([vars(conversation) for conversation in ordered], schema=SCHEMA))
 
 
 def read_conversations(path: Path, start: int = 0, stop: int | None = None) -> list[Conversation]:

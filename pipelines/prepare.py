@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ if __name__ == "__main__":
 
 from lilicorr import wheels
 from lilicorr.config import PipelineConfig, TargetConfig
+from lilicorr.folder import unfinished
 from lilicorr.provenance import sha256_tree, write_json
 
 logger = logging.getLogger(__name__)
@@ -33,18 +35,18 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     Raises ValueError for a missing target, a mask token outside its embedding, a tokenizer without a usable
     chat template, an unreadable source, or a source that leaves nothing to train or to evaluate on.
     """
-    from lilicorr.prompts import load_conversations, write_conversations
+    from lilicorr.prompts import prepare_conversations
 
     folder = config.directory / "prepare"
     fetched = wheels.download(needed_packages(config))
     logger.info("packages fetched: %s", ", ".join(fetched) or "none")
     target = describe_target(config.target)
     write_json(folder / "target.json", target)
-    train, held_out, counts = load_conversations(config.prompts)
-    if not held_out and "held_out" in config.evaluate.sets:
+    for leftover in unfinished(folder):
+        shutil.rmtree(leftover)
+    counts = prepare_conversations(config.prompts, folder / "prompts.parquet", folder / "held_out.parquet")
+    if not counts["held_out"] and "held_out" in config.evaluate.sets:
         raise ValueError(f"no held-out prompt among {counts['rows']} rows; raise prompts.held_out_fraction")
-    write_conversations(folder / "prompts.parquet", train)
-    write_conversations(folder / "held_out.parquet", held_out)
     write_json(folder / "counts.json", counts)
     logger.info("prompts: %s", ", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
     return {"mask_token_id": target["mask_token_id"], **counts}

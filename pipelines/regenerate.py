@@ -1,8 +1,9 @@
 """Regenerate every assistant turn of the prompts with the target, restartable at any point.
 
-Place in the flow: second stage. Ray Data spreads the shards that are still missing over a pool of actors,
-each with its own engine; an actor commits its shards itself, so a killed driver or actor costs the open
-shards and nothing else. A second run does nothing. Paper: section 4.1.
+Place in the flow: second stage. Ray Data keeps a pool of actors, each with its own engine, which take the missing
+shards from one queue. An actor begins its next shard as soon as the one before leaves a place free in its engine,
+and commits its shards itself, so a killed driver or actor costs the open shards and nothing else. A second run does
+nothing. Paper: section 4.1.
 
     python pipelines/regenerate.py --profile demo
     python pipelines/regenerate.py --profile demo --status       # from the manifests, no cluster needed
@@ -19,38 +20,35 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from transformers import PreTrainedTokenizerBase
-
 from lilicorr.config import PipelineConfig
-from lilicorr.generator import (
-    Completion,
-    ConversationResult,
-    DeadRecord,
-    DialogueSettings,
-    Generator,
-    TransformersGenerator,
-    regenerate_conversations,
-)
 from lilicorr.provenance import write_json
 from pipelines import local, shards, stage
 from pipelines.errors import one_line_errors, sent_home
 from pipelines.inputs import engine_label
+from pipelines.shard_queue import RemoteQueue, ShardQueue
 from pipelines.shards import Plan, Run, Shard
+from pipelines.tally import Tally, describe
+
+if TYPE_CHECKING:  # they need torch, which the driver and --status do without
+    from transformers import PreTrainedTokenizerBase
+
+    from lilicorr.generator import Completion, ConversationResult, Generator
+    from lilicorr.prompts import Conversation
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_S = 30.0
-MakeGenerator = Callable[[PipelineConfig], tuple[PreTrainedTokenizerBase, Generator]]
+MakeGenerator = Callable[[PipelineConfig], "tuple[PreTrainedTokenizerBase, Generator]"]
 
 
 class EngineError(RuntimeError):
@@ -92,11 +90,11 @@ def run(config: PipelineConfig, make_generator: MakeGenerator | None = None) -> 
         with Progress(current, plan):
             run_on_ray(work)
         shutil.rmtree(folder / ".attempts", ignore_errors=True)
-    left = shards.missing(current, plan)
+    left = shards.missing(current, replace(plan, shards=tuple(todo)))
     if left:
         raise RuntimeError(f"{len(left)} shards are still not done, the first is {left[0].id}; run again")
-    numbers = shards.summary(folder, plan)
-    for line in shards.describe(numbers):
+    numbers = Tally(folder, plan).summary()
+    for line in describe(numbers):
         logger.info("%s", line)
     write_json(folder / "summary.json", numbers)
     check_dead(numbers, config.regenerate.max_dead_fraction, folder)
@@ -137,6 +135,7 @@ def make_engine(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, Genera
         return make_vllm(config)
     import torch
 
+    from lilicorr.generator import TransformersGenerator
     from lilicorr.target import load_target
 
     target = load_target(config.target, "cuda" if torch.cuda.is_available() else "cpu")
@@ -150,6 +149,7 @@ def run_on_ray(work: Work) -> None:
     Raises ValueError at once if the cluster can never have the resources asked for.
     """
     import ray.data
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if not ray.is_initialized():
         local.connect(work.config.directory)
@@ -159,72 +159,123 @@ def run_on_ray(work: Work) -> None:
     options = ", ".join(f"regenerate.{key}" for key in ("num_actors", "cpus_per_actor", "gpus_per_actor"))
     local.check_resources(num_actors, "actors", each, options)
     work.attempts.mkdir(parents=True)
-    # One shard is one block: the unit in which Ray Data schedules, retries and reports.
-    indices = ray.data.from_items([{"shard": i} for i in range(len(work.shards))], override_num_blocks=len(work.shards))
-    done = indices.map_batches(
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    queue = ray.remote(ShardQueue).options(num_cpus=0, scheduling_strategy=here).remote(len(work.shards))
+    # One row is one worker for the whole run; Ray Data gives it to another actor where its own has died.
+    workers = ray.data.from_items([{"worker": i} for i in range(num_actors)], override_num_blocks=num_actors)
+    done = workers.map_batches(
         GeneratorActor,
-        fn_constructor_args=(work,),
+        fn_constructor_args=(work, RemoteQueue(queue)),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=num_actors, max_tasks_in_flight_per_actor=1),
         num_cpus=settings.cpus_per_actor,
         num_gpus=settings.gpus_per_actor,
     )
     done.context.enable_progress_bars = False
-    done.context.execution_no_progress_timeout_s = -1  # a shard may take longer than the default half hour
+    done.context.execution_no_progress_timeout_s = -1  # a worker may take longer than the default half hour
     done.context.max_consecutive_actor_init_deaths = settings.max_attempts
     done.take_all()
 
 
 class GeneratorActor:
-    """One engine and the shards Ray Data hands to it, one per call."""
+    """One engine, and the shards that its worker takes from the queue."""
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
+    def __init__(self, work: Work, queue: ShardQueue | RemoteQueue | None = None) -> None:
+        from lilicorr.generator import DialogueSettings
+
+        self.work, self.queue = work, queue
         self.settings = DialogueSettings(work.config.target.template_kwargs, work.config.regenerate.max_new_tokens)
         with sent_home():
             tokenizer, generator = work.make_generator(work.config)
         self.tokenizer, self.generator = tokenizer, Watched(generator)
+        self.begun: dict[Shard, tuple[int, float]] = {}  # open shards: attempt, and when it began
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Make and commit the shard with the index in `batch`; returns its id."""
-        shard = self.work.shards[int(batch["shard"][0])]
+        """Make and commit shards until none is left, as the worker named in `batch`."""
         with sent_home():
-            self.make(shard)
-        return {"done": np.array([shard.id])}
+            self.work_off(int(batch["worker"][0]))
+        return {"done": batch["worker"]}
+
+    def work_off(self, worker: int) -> None:
+        """Make and commit shards until the queue is empty, the next one beginning before the last one has ended.
+
+        A shard that was begun before is made alone: if its engine dies again, it takes no other shard with it.
+        """
+        from lilicorr.generator import regenerate_groups
+
+        self.queue.start(worker)
+        while True:
+            taken: list[int] = []
+            groups = self._new_shards(worker, taken)
+            try:
+                for number, results in regenerate_groups(groups, self.tokenizer, self.generator, self.settings):
+                    self._commit(self.work.shards[number], results)
+                    self.queue.finish(worker, number)
+            except EngineError as error:
+                self._die(error)
+            if not taken:
+                return
+            again = taken.pop()
+            self.make(self.work.shards[again])
+            self.queue.finish(worker, again)
+
+    def _new_shards(self, worker: int, again: list[int]) -> Iterator[tuple[int, list[Conversation]]]:
+        """Shards from the queue, until it is empty or gives one that was begun before, which is put into `again`."""
+        while (number := self.queue.take(worker)) is not None:
+            shard = self.work.shards[number]
+            if (self.work.attempts / shard.id).is_dir():
+                again.append(number)
+                return
+            attempt, _ = begin_attempt(self.work.attempts, shard)
+            self.begun[shard] = attempt, time.monotonic()
+            yield number, shards.read_shard(self.work.prompts, shard)
+
+    def _commit(self, shard: Shard, results: list[ConversationResult]) -> None:
+        attempt, start = self.begun.pop(shard)
+        shards.commit(self.work.run, shard, results, attempt, time.monotonic() - start)
+
+    def _die(self, error: EngineError) -> None:
+        """Leave the error with the open shards and end the process: Ray starts another one."""
+        for shard, (attempt, _) in self.begun.items():
+            (self.work.attempts / shard.id / str(attempt)).write_text(str(error), encoding="utf-8")
+        attempts = ", ".join(f"{shard.id} attempt {attempt}" for shard, (attempt, _) in self.begun.items())
+        logger.exception("the engine died in %s of %d", attempts, self.work.config.regenerate.max_attempts)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
     def make(self, shard: Shard) -> None:
         """Make and commit one shard, unless another worker has; give up on it after `max_attempts`.
 
-        The process ends where its engine fails: Ray starts another one and hands it the same shard.
+        The process ends where its engine fails: Ray starts another one, and its worker takes the shard again.
         """
-        run, limit = self.work.run, self.work.config.regenerate.max_attempts
-        if shards.is_done(run, shard):
+        from lilicorr.generator import ConversationResult, DeadRecord, regenerate_conversations
+
+        limit = self.work.config.regenerate.max_attempts
+        if shards.is_done(self.work.run, shard):
             return
         attempt, errors = begin_attempt(self.work.attempts, shard)
         conversations = shards.read_shard(self.work.prompts, shard)
-        start = time.monotonic()
+        self.begun[shard] = min(attempt, limit), time.monotonic()
         if attempt > limit:
             death = DeadRecord(0, shards.ENGINE_DIED, f"{limit} attempts: {errors or 'the process was killed'}")
-            results = [ConversationResult(conversation, [], death) for conversation in conversations]
-            shards.commit(run, shard, results, limit, time.monotonic() - start)
+            self._commit(shard, [ConversationResult(conversation, [], death) for conversation in conversations])
             return
         try:
             results = list(regenerate_conversations(conversations, self.tokenizer, self.generator, self.settings))
         except EngineError as error:
-            (self.work.attempts / f"{shard.id}-{attempt}").write_text(str(error), encoding="utf-8")
-            logger.exception("the engine died in shard %s, attempt %d of %d", shard.id, attempt, limit)
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-        shards.commit(run, shard, results, attempt, time.monotonic() - start)
+            self._die(error)
+        self._commit(shard, results)
 
 
 def begin_attempt(folder: Path, shard: Shard) -> tuple[int, str]:
     """Mark the start of an attempt, before anything can go wrong; returns its number and the last error."""
-    started = sorted(folder.glob(f"{shard.id}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    (folder / f"{shard.id}-{len(started) + 1}").touch()
-    errors = [text for path in started if (text := path.read_text(encoding="utf-8"))]
-    return len(started) + 1, errors[-1] if errors else ""
+    started = folder / shard.id
+    started.mkdir(exist_ok=True)
+    numbers = sorted(int(path.name) for path in started.iterdir())
+    (started / str(len(numbers) + 1)).touch()
+    errors = [text for number in numbers if (text := (started / str(number)).read_text(encoding="utf-8"))]
+    return len(numbers) + 1, errors[-1] if errors else ""
 
 
 class Watched:
@@ -254,9 +305,9 @@ class Progress:
     """Logs a line every PROGRESS_S seconds while shards are made, from their manifests."""
 
     def __init__(self, run: Run, plan: Plan) -> None:
-        self.run, self.plan = run, plan
+        self.tally = Tally(run.folder, plan)
         self.start = time.monotonic()
-        self.before = shards.summary(run.folder, plan)
+        self.before = self.tally.summary()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._log, daemon=True, name="regeneration progress")
 
@@ -270,7 +321,7 @@ class Progress:
 
     def _log(self) -> None:
         while not self._stopped.wait(PROGRESS_S):
-            logger.info("%s", self.line(shards.summary(self.run.folder, self.plan), time.monotonic() - self.start))
+            logger.info("%s", self.line(self.tally.summary(), time.monotonic() - self.start))
 
     def line(self, now: dict[str, Any], seconds: float) -> str:
         """Where the run stands after `seconds`; the time left follows from tokens per second, not from shards."""
@@ -291,7 +342,7 @@ class Progress:
 def print_status(config: PipelineConfig) -> None:
     """Print how far the run is, from its plan and manifests."""
     folder = config.directory / "regenerate"
-    for line in shards.describe(shards.summary(folder, shards.read_plan(folder))):
+    for line in describe(Tally(folder, shards.read_plan(folder)).summary()):
         print(line)
 
 

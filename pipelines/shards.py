@@ -21,10 +21,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import math
+import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lilicorr.config import fingerprint
+from lilicorr.parquet import row_groups
 from lilicorr.prompts import Conversation, read_conversations
 from lilicorr.provenance import sha256_file, write_atomic, write_json
 
@@ -106,29 +108,37 @@ class Run:
     engine: str  # name and version
 
 
-def make_plan(cids: Sequence[str], shard_size: int) -> Plan:
-    """Cut ascending content ids into shards of `shard_size` different ones.
+def make_plan(cids: Iterable[str], shard_size: int) -> Plan:
+    """Cut ascending content ids into shards of `shard_size` different ones; no id but the shards' first is kept.
 
-    Raises ValueError for an empty or unordered list or a size below 1.
+    Raises ValueError for no ids, unordered ones or a size below 1.
     """
     if shard_size < 1:
         raise ValueError(f"regenerate.shard_size must be at least 1, got {shard_size}")
-    if not cids:
-        raise ValueError("there are no prompts to regenerate")
-    starts: list[int] = []  # the row at which each shard begins
+    starts: list[tuple[str, int]] = []  # first id and row of each shard
     unique: list[int] = []  # different ids of each shard
+    digest = hashlib.blake2b(digest_size=16)
+    row, previous = -1, ""
     for row, cid in enumerate(cids):
-        repeated = row > 0 and cid == cids[row - 1]
-        if row > 0 and cid < cids[row - 1]:
-            raise ValueError(f"prompts are not ordered by content id: row {row} has {cid} after {cids[row - 1]}")
+        if cid < previous:
+            raise ValueError(f"prompts are not ordered by content id: row {row} has {cid} after {previous}")
+        repeated = row > 0 and cid == previous
         if not repeated and (not starts or unique[-1] == shard_size):
-            starts.append(row)
+            starts.append((cid, row))
             unique.append(0)
         unique[-1] += not repeated
-    ends = [*starts[1:], len(cids)]
-    shards = tuple(Shard(cids[start], start, end, number) for start, end, number in zip(starts, ends, unique))
-    digest = hashlib.blake2b("\n".join(cids).encode(), digest_size=16).hexdigest()
-    return Plan(digest, shard_size, len(cids), len(cids) - sum(unique), shards)
+        digest.update((f"\n{cid}" if row else cid).encode())
+        previous = cid
+    if not starts:
+        raise ValueError("there are no prompts to regenerate")
+    ends = [*(start for _, start in starts[1:]), row + 1]
+    shards = tuple(Shard(cid, start, end, number) for (cid, start), end, number in zip(starts, ends, unique))
+    return Plan(digest.hexdigest(), shard_size, row + 1, row + 1 - sum(unique), shards)
+
+
+def _read_cids(prompts: Path) -> Iterator[str]:
+    for batch in pq.ParquetFile(prompts).iter_batches(columns=["cid"]):
+        yield from batch["cid"].to_pylist()
 
 
 def open_plan(folder: Path, prompts: Path, shard_size: int) -> Plan:
@@ -136,7 +146,7 @@ def open_plan(folder: Path, prompts: Path, shard_size: int) -> Plan:
 
     Raises ValueError where the prompts or the shard size are not those it was made for.
     """
-    plan = make_plan(pq.read_table(prompts, columns=["cid"])["cid"].to_pylist(), shard_size)
+    plan = make_plan(_read_cids(prompts), shard_size)
     path = folder / "plan.json"
     if not path.is_file():
         shards = [[shard.id, shard.start, shard.stop, shard.num_conversations] for shard in plan.shards]
@@ -257,7 +267,9 @@ def _dead_row(result: ConversationResult) -> dict[str, Any]:
 def _write_table(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> dict[str, Any]:
     """Write rows as Parquet, atomically; returns what the manifest says of the file."""
     buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), buffer, compression="zstd")
+    with pq.ParquetWriter(buffer, schema, compression="zstd") as writer:
+        for group in row_groups(pa.Table.from_pylist(rows, schema=schema)):
+            writer.write_table(group)
     data = buffer.getvalue()
     write_atomic(path, data)
     return {"rows": len(rows), "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -314,8 +326,10 @@ def _manifest_path(folder: Path, shard: Shard) -> Path:
 
 
 def missing(run: Run, plan: Plan) -> list[Shard]:
-    """The shards still to be made, damaged ones included."""
-    return [shard for shard in plan.shards if not is_done(run, shard)]
+    """The shards still to be made, damaged ones included; files are hashed on all cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = pool.map(lambda shard: is_done(run, shard), plan.shards)
+        return [shard for shard, is_made in zip(plan.shards, done) if not is_made]
 
 
 def reopen(run: Run, plan: Plan) -> int:
@@ -327,61 +341,3 @@ def reopen(run: Run, plan: Plan) -> int:
     for shard in given_up:
         _manifest_path(run.folder, shard).unlink()
     return len(given_up)
-
-
-def summary(folder: Path, plan: Plan) -> dict[str, Any]:
-    """Accounting and length statistics from the manifests alone.
-
-    When every shard has one, `ok + dead + duplicate == planned` is asserted.
-    """
-    manifests = [m for shard in plan.shards if (m := read_manifest(folder, shard)) is not None]
-    dead, cut = (sum((Counter(m[name]) for m in manifests), Counter()) for name in ("dead", "cut"))
-    sources: dict[str, Counter[str]] = {}
-    for manifest in manifests:
-        for name, source in manifest["sources"].items():
-            sources.setdefault(name, Counter()).update(source)
-    lengths = sorted(length for manifest in manifests for length in manifest["answer_lengths"])
-    totals = {name: sum(m[name] for m in manifests) for name in ("ok", "turns", "skipped_turns", "completion_tokens")}
-    complete = len(manifests) == len(plan.shards)
-    accounted = totals["ok"] + dead.total() + plan.num_duplicates
-    assert not complete or accounted == plan.num_rows, f"{accounted} of {plan.num_rows} conversations accounted for"
-    return {
-        "planned": plan.num_rows,
-        "duplicate": plan.num_duplicates,
-        "dead": dead.total(),
-        **totals,
-        "dead_by_error": dict(sorted(dead.items())),
-        "cut": dict(sorted(cut.items())),
-        "sources": {
-            name: {**source, "length_rate": round(source["length"] / source["turns"], 4)}
-            for name, source in sorted(sources.items())
-        },
-        "answer_tokens_p50": percentile(lengths, 0.50),
-        "answer_tokens_p99": percentile(lengths, 0.99),
-        "shards": len(plan.shards),
-        "shards_done": len(manifests),
-    }
-
-
-def percentile(ordered: Sequence[int], share: float) -> int | None:
-    """The smallest value that `share` of the ascending values do not exceed, None of no values."""
-    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
-
-
-def describe(numbers: dict[str, Any]) -> list[str]:
-    """A summary in lines of text."""
-    errors = "".join(f", {name} {number}" for name, number in numbers["dead_by_error"].items())
-    cuts = ", ".join(f"{name} {number}" for name, number in numbers["cut"].items())
-    open_shards = "" if numbers["shards_done"] == numbers["shards"] else " (more shards are open)"
-    lines = [
-        f"shards {numbers['shards_done']}/{numbers['shards']}",
-        f"conversations: {numbers['ok']} ok + {numbers['dead']} dead{errors} + {numbers['duplicate']} duplicate "
-        f"of {numbers['planned']} planned{open_shards}",
-        f"answers: {numbers['turns']} turns, {numbers['completion_tokens']} tokens, length p50 "
-        f"{numbers['answer_tokens_p50']} p99 {numbers['answer_tokens_p99']}; {numbers['skipped_turns']} turns skipped"
-        + (f" (conversations cut by {cuts})" if cuts else ""),
-    ]
-    for name, source in numbers["sources"].items():
-        rate = f"{source['length']} at the length limit ({100 * source['length_rate']:.1f} %)"
-        lines.append(f"  {name}: {source['turns']} turns, {source['tokens']} tokens, {rate}")
-    return lines

@@ -7,6 +7,7 @@ newest state in `train/<run>/checkpoints`, bit-equal on CPUs, with any number of
 
     python pipelines/train.py --profile demo
     python pipelines/train.py --profile paper_8b --set train.num_workers=32
+    python pipelines/train.py --profile paper_8b --estimate          # memory and hours, nothing is started
 
 Paper: section 4.1 and Table 4.
 """
@@ -350,6 +351,11 @@ def origin(job: Job, trainer: Trainer, target: Target) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from pipelines.stage import main
+    if "--estimate" in sys.argv:
+        from pipelines.estimate import main as estimate
 
-    main(run, "train")
+        estimate()
+    else:
+        from pipelines.stage import main
+
+        main(run, "train")

@@ -29,13 +29,14 @@ ALLOWED = {
     "stdlib": "",
     "rows": "",
     "chat": "",
+    "parquet": "folder",
     # public data and small targets
     "tiny": "folder",
     "wheels": "folder provenance",
     "smollm2": "folder provenance wheels",
     "benchmarks": "folder provenance rows wheels",
     "packages": "benchmarks folder provenance rows wheels",
-    "prompts": "config folder packages rows stdlib",
+    "prompts": "config packages parquet rows stdlib",
     # mathematics on tensors
     "kernels.*": "blocks kernels.*",
     "losses": "blocks config kernels.*",
@@ -63,6 +64,7 @@ ALLOWED = {
     "corpus": "blocks chat config folder provenance",
     "features": "blocks corpus target",
     "training": "anchors blocks checkpoint.* config corpus draft_model features folder losses provenance target",
+    "budget": "blocks config draft_model drafter losses",
     # making answers, measuring
     "generator": "blocks chat config prompts target",
     "acceptance": "blocks",

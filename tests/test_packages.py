@@ -13,7 +13,7 @@ import pytest
 from fake_wheels import json_lines, put_benchmark_wheels, put_wheel
 from lilicorr import packages, wheels
 from lilicorr.config import PromptConfig
-from lilicorr.prompts import load_conversations
+from prompt_files import load_conversations
 
 REGISTRY = "evals/registry/data"
 LEAK = "given a list of numbers return how many of them are larger than every number before it"

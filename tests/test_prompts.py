@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lilicorr import rows, stdlib
+from lilicorr import parquet, rows, stdlib
 from lilicorr.config import PromptConfig
 from lilicorr.prompts import (
     Conversation,
     Dropped,
-    choose,
     conversation_id,
-    load_conversations,
     normalise,
+    prepare_conversations,
+    quotas,
     read_conversations,
     write_conversations,
 )
 from lilicorr.rows import corpus_files, iter_rows
+from prompt_files import load_conversations
 
 USER = {"role": "user", "content": "hello"}
 ANSWER = {"role": "assistant", "content": "hi"}
@@ -247,14 +249,25 @@ def test_the_split_is_by_content_and_comes_before_the_choice(tmp_path: Path) -> 
         load(tmp_path / "a.jsonl", held_out_fraction=1.5)
 
 
-def test_the_choice_keeps_the_ratio_and_takes_the_lowest_ids() -> None:
-    made = [Conversation(f"{i:03d}", [USER], "", "abc"[min(i % 7, 2)], "") for i in range(70)]  # 10 a, 10 b, 50 c
-    chosen = choose(made[::-1], 12)
-    assert [sum(c.category == name for c in chosen) for name in "abc"] == [2, 2, 8]  # of 1.71, 1.71, 8.57
-    for name in "abc":
-        ids = [c.cid for c in made if c.category == name]
-        assert [c.cid for c in chosen if c.category == name] == ids[: len([c for c in chosen if c.category == name])]
-    assert choose(made, 70) == choose(made, None) == made and choose(made, 0) == []
+def test_the_choice_keeps_the_ratio_and_takes_the_lowest_ids(tmp_path: Path) -> None:
+    sizes = Counter(a=10, b=10, c=50)
+    assert quotas(sizes, 12) == {"a": 2, "b": 2, "c": 8}  # of 1.71, 1.71, 8.57
+    assert quotas(sizes, 70) == quotas(sizes, None) == sizes and quotas(sizes, 0).total() == 0
+    items = [{"messages": [user(f"q {i}")], "category": "abc"[min(i % 7, 2)]} for i in range(70)]
+    path = write_lines(tmp_path / "a.jsonl", items)
+    made, chosen = load(path)[0], load(path, max_conversations=12)[0]
+    for name, number in (("a", 2), ("b", 2), ("c", 8)):
+        of_name = [c for c in made if c.category == name]
+        assert [c for c in chosen if c.category == name] == of_name[:number]
+
+
+def test_of_equal_rows_the_first_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they reach the disk at different times, and whatever bucket they fall into."""
+    monkeypatch.setattr(parquet, "BUFFER_ROWS", 7)
+    items = [{"messages": [user(f"q {i % 40}")], "uuid": f"{i}"} for i in range(120)]
+    train, _, counts = load(write_lines(tmp_path / "a.jsonl", items))
+    assert sorted(int(c.uuid) for c in train) == list(range(40))
+    assert [c.cid for c in train] == sorted(c.cid for c in train) and counts["duplicate"] == 80
 
 
 def test_nemotron_takes_its_four_splits_and_collapses_reasoning_twins(tmp_path: Path) -> None:
@@ -297,6 +310,27 @@ def test_the_standard_library_is_split_by_module(tmp_path: Path, monkeypatch: py
     assert train[0].messages[0]["content"].startswith("def f") and '"""Return' in train[0].messages[0]["content"]
 
 
+def group_rows(path: Path, group: int) -> int:
+    return pq.ParquetFile(path).metadata.row_group(group).num_rows
+
+
+def test_row_groups_are_bounded_in_bytes_and_a_huge_row_survives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "GROUP_BYTES", 100_000)
+    longest = max_chars = 394_565  # characters of the longest row of a public chat corpus
+    items = [{"messages": [user(f"{i} " + "x" * 1000)]} for i in range(300)] + [{"messages": [user("y" * longest)]}]
+    path = write_lines(tmp_path / "a.jsonl", items)
+    counts = prepare_conversations(
+        PromptConfig(source=str(path), max_chars=max_chars), tmp_path / "train.parquet", tmp_path / "held_out.parquet"
+    )
+    found = read_conversations(tmp_path / "train.parquet") + read_conversations(tmp_path / "held_out.parquet")
+    assert max(len(c.messages[0]["content"]) for c in found) == longest and len(found) == counts["rows"] == 301
+    file = pq.ParquetFile(tmp_path / "train.parquet")
+    groups = [file.read_row_group(i) for i in range(file.num_row_groups)]
+    assert len(groups) > 3 and all(group.nbytes <= 100_000 or group.num_rows == 1 for group in groups)
+
+
 def test_conversations_survive_a_round_trip_in_order_and_by_range(tmp_path: Path) -> None:
     made = [
         Conversation(conversation_id([user(f"ä {i}")]), [SYSTEM, user(f"ä {i}")], "s", "c", f"{i}") for i in range(5000)
@@ -308,6 +342,7 @@ def test_conversations_survive_a_round_trip_in_order_and_by_range(tmp_path: Path
     for start, stop in ((0, 1), (2040, 2060), (2048, 4096), (4999, 5000), (4000, 5000), (7, 7)):
         assert read_conversations(path, start, stop) == ordered[start:stop]
     assert [file.name for file in path.parent.iterdir()] == ["prompts.parquet"]
+    assert [group_rows(path, i) for i in range(3)] == [2048, 2048, 904]
     pq.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(ValueError, match="not a file of conversations"):
         read_conversations(path)

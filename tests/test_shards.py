@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from fake_generator import ReplayGenerator, conversation, conversations, hashed_answer
+from lilicorr import parquet
 from lilicorr.generator import Completion, DialogueSettings, regenerate_conversations
 from lilicorr.prompts import Conversation, write_conversations
 from lilicorr.tiny import byte_tokenizer
 from pipelines import shards
+from pipelines import tally as tally_module
 from pipelines.shards import Plan, Run
+from pipelines.tally import Tally, describe, percentile
 
 SETTINGS = DialogueSettings({"enable_thinking": False}, max_new_tokens=12)
 PARTS = {"target": {"template_hash": "x"}, "regenerate.max_new_tokens": 12}
@@ -77,7 +81,7 @@ def test_a_run_accounts_for_everything_and_a_second_one_does_nothing(tmp_path: P
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     assert make(*setup_again(tmp_path)) == 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == stamps
-    numbers = shards.summary(tmp_path, plan)
+    numbers = Tally(tmp_path, plan).summary()
     assert (numbers["ok"], numbers["dead"], numbers["duplicate"], numbers["planned"]) == (20, 3, 0, 23)
     assert numbers["dead_by_error"] == {"PromptTooLong": 3} and numbers["shards_done"] == numbers["shards"] == 5
     turns = [turn for turns in reference.values() if isinstance(turns, list) for turn in turns]
@@ -171,7 +175,7 @@ def test_killed_at_any_point_and_run_again(
     assert not list(tmp_path.glob("**/.tmp-*"))
     assert 0 < make(plan, run, prompts) <= left
     assert content(tmp_path) == reference
-    shards.summary(tmp_path, plan)
+    Tally(tmp_path, plan).summary()
 
 
 def test_every_interleaving_of_two_workers_ends_done_or_not_done(tmp_path: Path, reference: dict[str, Any]) -> None:
@@ -269,7 +273,7 @@ def test_duplicates_in_the_prompt_file_are_answered_once(tmp_path: Path) -> None
     plan, run = shards.open_plan(tmp_path, prompts, 3), shards.open_run(tmp_path, "replay 1", PARTS)
     make(plan, run, prompts)
     assert set(content(tmp_path)) == {c.cid for c in asked}
-    numbers = shards.summary(tmp_path, plan)
+    numbers = Tally(tmp_path, plan).summary()
     assert numbers["ok"] + numbers["dead"] + numbers["duplicate"] == numbers["planned"] == 10
     assert numbers["duplicate"] == 3 and shards.read_plan(tmp_path) == plan
 
@@ -280,11 +284,35 @@ def test_an_engine_that_never_stops_is_flagged(tmp_path: Path) -> None:
         generator = ReplayGenerator(lambda prompt, limit: Completion([97] * limit, "length"), max_model_len=60)
         results = regenerate_conversations(shards.read_shard(prompts, shard), byte_tokenizer(), generator, SETTINGS)
         shards.commit(run, shard, results, attempt=1, seconds=1.0)
-    numbers = shards.summary(tmp_path, plan)
+    numbers = Tally(tmp_path, plan).summary()
     assert {source["length_rate"] for source in numbers["sources"].values()} == {1.0}
     assert numbers["turns"] == 20 and numbers["skipped_turns"] == sum(i % 3 for i in range(20))
-    text = "\n".join(shards.describe(numbers))
+    text = "\n".join(describe(numbers))
     assert "100.0 %" in text and "20 ok + 3 dead, PromptTooLong 3 + 0 duplicate of 23 planned" in text
+
+
+def test_a_shard_of_long_rows_has_several_row_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(parquet, "GROUP_BYTES", 1000)
+    plan, run, prompts = setup(tmp_path)
+    make(plan, run, prompts)
+    assert max(pq.ParquetFile(path).num_row_groups for path in tmp_path.glob("shards/*.parquet")) > 2
+    assert content(tmp_path) == reference and make(*setup_again(tmp_path)) == 0
+
+
+def test_a_tally_reads_every_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, run, prompts = setup(tmp_path)
+    make(plan, run, prompts)
+    path = tmp_path / "manifest" / f"{plan.shards[3].id}.json"
+    text, read = path.read_text(), []
+    path.unlink()
+    tally = Tally(tmp_path, plan)
+    assert tally.summary()["shards_done"] == 4
+    monkeypatch.setattr(tally_module, "read_manifest", lambda *a: read.append(a) or shards.read_manifest(*a))
+    path.write_text(text)
+    assert tally.summary() == Tally(tmp_path, plan).summary() and tally.summary()["shards_done"] == 5
+    assert [shard for _, shard in read] == [plan.shards[3], *plan.shards]
 
 
 def test_an_accounting_that_does_not_add_up_fails(tmp_path: Path) -> None:
@@ -295,13 +323,13 @@ def test_an_accounting_that_does_not_add_up_fails(tmp_path: Path) -> None:
     path.write_text(json.dumps({**manifest, "ok": manifest["ok"] - 1}))
     assert not shards.is_done(run, plan.shards[0])
     with pytest.raises(AssertionError, match="22 of 23 conversations accounted for"):
-        shards.summary(tmp_path, plan)
+        Tally(tmp_path, plan).summary()
     path.unlink()
-    assert shards.summary(tmp_path, plan)["shards_done"] == 4
-    assert "(more shards are open)" in "\n".join(shards.describe(shards.summary(tmp_path, plan)))
+    assert Tally(tmp_path, plan).summary()["shards_done"] == 4
+    assert "(more shards are open)" in "\n".join(describe(Tally(tmp_path, plan).summary()))
 
 
 def test_percentiles() -> None:
     values = list(range(1, 101))
-    assert shards.percentile(values, 0.5) == 50 and shards.percentile(values, 0.99) == 99
-    assert shards.percentile([7], 0.5) == shards.percentile([7], 0.99) == 7 and shards.percentile([], 0.5) is None
+    assert percentile(Counter(values), 0.5) == 50 and percentile(Counter(values), 0.99) == 99
+    assert percentile(Counter([7]), 0.5) == percentile(Counter([7]), 0.99) == 7 and percentile(Counter(), 0.5) is None

@@ -19,12 +19,13 @@ import fake_generator
 import test_shards
 from fake_generator import ReplayGenerator, conversations, hashed_answer
 from lilicorr.config import PipelineConfig, RegenerateConfig
-from lilicorr.generator import Completion
+from lilicorr.generator import Completion, DialogueSettings, regenerate_conversations
 from lilicorr.prompts import write_conversations
 from lilicorr.provenance import write_json
 from lilicorr.tiny import byte_tokenizer
 from pipelines import inputs, regenerate, shards, stage
 from pipelines.errors import one_line_errors
+from pipelines.tally import Tally
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = RegenerateConfig(
@@ -72,8 +73,8 @@ def folder_of(config: PipelineConfig) -> Path:
 def expected(config: PipelineConfig) -> dict[str, list[list[int]]]:
     """Prompt and answer ids of every turn, as an unkilled run leaves them."""
     tokenizer, generator = make_replay(config)
-    settings = regenerate.DialogueSettings(config.target.template_kwargs, config.regenerate.max_new_tokens)
-    results = regenerate.regenerate_conversations(conversations(22), tokenizer, generator, settings)
+    settings = DialogueSettings(config.target.template_kwargs, config.regenerate.max_new_tokens)
+    results = regenerate_conversations(conversations(22), tokenizer, generator, settings)
     return {r.conversation.cid: [[*t.prompt_ids, *t.completion_ids] for t in r.turns] for r in results}
 
 
@@ -212,8 +213,8 @@ def test_the_progress_line_and_the_status(
     plan = shards.open_plan(folder_of(config), prompts, 4)
     run = shards.open_run(folder_of(config), "replay 1", {})
     progress = regenerate.Progress(run, plan)
-    assert progress.line(shards.summary(run.folder, plan), 1.0).endswith("time left unknown")
-    numbers = {**shards.summary(run.folder, plan), "completion_tokens": 800, "ok": 10, "dead": 1, "shards_done": 3}
+    assert progress.line(Tally(run.folder, plan).summary(), 1.0).endswith("time left unknown")
+    numbers = {**Tally(run.folder, plan).summary(), "completion_tokens": 800, "ok": 10, "dead": 1, "shards_done": 3}
     line = progress.line(numbers, 40.0)
     assert "shards 3/6, 11 conversations (1 dead), 20 tokens/s" in line
     assert line.endswith("time left 40.0 s")  # 11 of 22 conversations made of 800 tokens in 40 s
@@ -223,6 +224,12 @@ def test_the_progress_line_and_the_status(
     monkeypatch.setattr(stage, "resolve_config", lambda arguments: replace(config, profile="other"))
     with pytest.raises(SystemExit, match="no regeneration run"):
         regenerate.main(["--status"])
+
+
+def test_the_driver_and_the_status_need_no_torch() -> None:
+    code = "import sys, pipelines.regenerate, pipelines.tally; print('torch' in sys.modules, 'ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
 
 
 @pytest.fixture
@@ -251,7 +258,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
 class Traced(ReplayGenerator):
     """Leaves its process id in a folder; waits, or is killed, where the folder says so.
 
-    The first process that meets question 7 is killed. Question 9 is answered only when all other shards are done.
+    The first process that meets question 7 is killed. Question 9 is answered only when shards of others are done.
     """
 
     def __init__(self, folder: Path, others: int) -> None:
@@ -279,14 +286,14 @@ def test_a_killed_actor_costs_its_open_shard_and_a_slow_row_nobody_else(config: 
     killed = next(c.cid for c in conversations(22) if c.messages[0]["content"] == "question 7.0")
 
     def make_traced(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, ReplayGenerator]:
-        return byte_tokenizer(), Traced(trace, others=5)
+        return byte_tokenizer(), Traced(trace, others=2)  # the actor that waits has up to three of the six shards open
 
     numbers = regenerate.run(config, make_traced)
     assert found(config) == expected(config) and numbers["ok"] == 22
     assert (trace / "killed").exists() and (trace / "slow").exists()
     plan = shards.read_plan(folder_of(config))
     retried = [shards.read_manifest(folder_of(config), s)["attempt"] for s in plan.shards]
-    assert sorted(retried) == [1, 1, 1, 1, 1, 2]
+    assert 1 <= retried.count(2) <= 3 and retried.count(1) == 6 - retried.count(2)  # what the actor had open
     assert retried[[shard.id <= killed for shard in plan.shards].count(True) - 1] == 2
     processes = len(list(trace.glob("pid-*")))
     assert processes == 3  # two actors, one of them twice

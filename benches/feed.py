@@ -1,0 +1,226 @@
+"""How full regeneration keeps its engines: the pipeline's feed, and batches that wait for their last answer.
+
+    python -m benches.feed [--engines 4] [--slots 64] [--shards 84] [--output FILE] [--plot FILE]
+
+Engines are simulated: an answer of n tokens takes n steps of a place in an engine, the places of an engine step
+together, and nothing else takes time (prompts, prefix cache and the scheduler's own work are left out alike). Answer
+lengths are lognormal and cut at 4,096 tokens, conversations have one turn or more, both as in `benches/corpus.py`.
+Shards are eight times the places of an engine, as 2,048 conversations are to 256 requests. Three ways to feed them:
+
+    feed        `lilicorr.generator.regenerate_groups` over shards from a queue: the pipeline's own code
+    shards      the same shard by shard, an engine running empty before its next one
+    processor   eight batches that fill the engine (of 32 rows at 256 places), each returned as a whole, and one pass a
+                turn: how the ready-made Ray Data LLM processor works
+
+`busy` is the share of the engines' places in use until 98 % of the turns are finished, `busy_all` until the last one;
+`steps` is the whole time. The picture shows the share over time.
+
+Place in the flow: `feed.jsonl` has a row per way with provenance; docs/scale.md quotes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benches.corpus import ANSWER_SPREAD, ANSWER_TOKENS, MAX_TURNS, SPLITS
+from benches.timing import RowFile
+from lilicorr.generator import Completion, DialogueSettings, regenerate_groups
+from lilicorr.prompts import Conversation
+from lilicorr.tiny import byte_tokenizer
+
+WAYS = ("feed", "shards", "processor")
+MAX_TOKENS = 4096
+PROCESSOR_BATCHES = 8  # at once in an engine, its default
+SHARD_PER_SLOT = 8
+LAST = 0.02  # share of the turns that the tail is
+BINS = 200
+
+
+@dataclass
+class Trace:
+    """When places of the engines were taken and left, and turns finished, by step."""
+
+    changes: list[tuple[int, int]] = field(default_factory=list)  # step, change of places in use
+    finished: list[int] = field(default_factory=list)
+
+    def add(self, start: int, end: int) -> None:
+        """One turn in one place."""
+        self.changes += [(start, 1), (end, -1)]
+        self.finished.append(end)
+
+    def busy(self, slots: int, until: int) -> float:
+        """Share of `slots` places in use before step `until`."""
+        in_use = sum(change * (until - step) for step, change in self.changes if step < until)
+        return in_use / (slots * until)
+
+    def shares(self, slots: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ends of equal spans of time, and the share of the places in use within each."""
+        edges = np.linspace(0, max(self.finished), BINS + 1)
+        steps, changes = np.array(sorted(self.changes)).T
+        area = [float((changes * np.clip(edge - steps, 0, None)).sum()) for edge in edges]
+        return edges[1:], np.diff(area) / (slots * np.diff(edges))
+
+
+def make_turns(number: int, seed: int = 0) -> list[list[int]]:
+    """Answer lengths of the turns of `number` conversations, in tokens."""
+    draw = np.random.default_rng(seed)
+    total = sum(split.num_rows for split in SPLITS.values())
+    shares = [split.num_rows / total for split in SPLITS.values()]
+    more = np.array([split.more_turns for split in SPLITS.values()])[draw.choice(len(shares), number, p=shares)]
+    turns = np.minimum(draw.geometric(1 - more), MAX_TURNS)
+    lengths = np.exp(draw.normal(np.log(ANSWER_TOKENS), ANSWER_SPREAD, turns.sum())).astype(int).clip(1, MAX_TOKENS)
+    return [part.tolist() for part in np.split(lengths, np.cumsum(turns)[:-1])]
+
+
+class SimulatedEngine:
+    """A Generator whose answers take as many steps as they have tokens, on a clock of its own."""
+
+    name, max_model_len = "simulated", 1 << 30
+
+    def __init__(self, slots: int, turns: list[list[int]], trace: Trace, clock: int = 0) -> None:
+        self.max_in_flight, self.turns, self.trace, self.clock = slots, turns, trace, clock
+        self._open: list[tuple[int, int, int]] = []  # step at which it is finished, key, step at which it began
+
+    def submit(self, key: int, prompt_ids: list[int], max_new_tokens: int) -> None:
+        """Take a place; see Generator. The prompt names its conversation, and its turn by the marks in it."""
+        text = bytes(index for index in prompt_ids if index < 256).decode()
+        number, turn = int(text.partition("#")[2].partition("#")[0]), text.count("?") - 1
+        heapq.heappush(self._open, (self.clock + self.turns[number][turn], key, self.clock))
+        assert len(self._open) <= self.max_in_flight
+
+    def poll(self) -> list[tuple[int, Completion]]:
+        """Go on to the next answer that is finished; see Generator."""
+        finished = []
+        while self._open and (not finished or self._open[0][0] == self.clock):
+            self.clock, key, start = heapq.heappop(self._open)
+            self.trace.add(start, self.clock)
+            finished.append((key, Completion([ord("a")], "stop")))
+        return finished
+
+
+def conversation(number: int, turns: list[int]) -> Conversation:
+    """A conversation that its engine knows again."""
+    messages = [{"role": "user", "content": f"#{number}#?" if not turn else "?"} for turn in range(len(turns))]
+    return Conversation(f"{number:032x}", messages, "", "", "")
+
+
+def run_engines(turns: list[list[int]], num_engines: int, slots: int, overlap: bool) -> Trace:
+    """All conversations in shards, over engines that take the next shard when they have room for it.
+
+    Without `overlap` an engine has room when its shard is finished. Engines advance in the order of their clocks, so
+    that a shard goes to the one that asks first.
+    """
+    size, trace = SHARD_PER_SLOT * slots, Trace()
+    starts = iter(range(0, len(turns), size))
+    tokenizer, settings = byte_tokenizer(), DialogueSettings({}, MAX_TOKENS)
+
+    def groups(single: bool) -> Iterator[tuple[int, list[Conversation]]]:
+        for start in starts:
+            stop = min(start + size, len(turns))
+            yield start, [conversation(number, turns[number]) for number in range(start, stop)]
+            if single:
+                return
+
+    engines = [SimulatedEngine(slots, turns, trace) for _ in range(num_engines)]
+    if overlap:
+        advance_together(engines, [regenerate_groups(groups(False), tokenizer, e, settings) for e in engines])
+        return trace
+    waiting = [(0, index) for index in range(num_engines)]
+    while waiting:
+        clock, index = heapq.heappop(waiting)
+        done = list(regenerate_groups(groups(True), tokenizer, engines[index], settings))
+        if done:
+            heapq.heappush(waiting, (engines[index].clock, index))
+    return trace
+
+
+def advance_together(engines: list[SimulatedEngine], runs: list[Iterator[Any]]) -> None:
+    """Exhaust the runs, always that of the engine whose clock is behind; each goes on to its next finished shard."""
+    waiting = [(0, index) for index in range(len(engines))]
+    while waiting:
+        _, index = heapq.heappop(waiting)
+        if next(runs[index], None) is not None:
+            heapq.heappush(waiting, (engines[index].clock, index))
+
+
+def run_processor(turns: list[list[int]], num_engines: int, slots: int) -> Trace:
+    """Batches that end with their longest answer; the next turn of all conversations is another pass."""
+    trace, clock = Trace(), 0
+    for turn in range(max(map(len, turns))):
+        rows = [lengths[turn] for lengths in turns if len(lengths) > turn]
+        places, size = [clock] * (num_engines * PROCESSOR_BATCHES), slots // PROCESSOR_BATCHES
+        for first in range(0, len(rows), size):
+            batch = rows[first : first + size]
+            start = heapq.heappop(places)
+            for length in batch:
+                trace.add(start, start + length)
+            heapq.heappush(places, start + max(batch))
+        clock = max(places)
+    return trace
+
+
+def simulate(way: str, turns: list[list[int]], num_engines: int, slots: int) -> tuple[dict[str, Any], Trace]:
+    """One way to feed the engines: its row and its trace."""
+    if way == "processor":
+        trace = run_processor(turns, num_engines, slots)
+    else:
+        trace = run_engines(turns, num_engines, slots, overlap=way == "feed")
+    assert len(trace.finished) == sum(map(len, turns)), "a turn is missing"
+    ends = sorted(trace.finished)
+    tail = ends[int((1 - LAST) * len(ends)) - 1]
+    places = num_engines * slots
+    row = {"kind": "feed", "way": way, "engines": num_engines, "slots": slots, "conversations": len(turns)}
+    row |= {"turns": len(ends), "busy": round(trace.busy(places, tail), 4), "busy_all": trace.busy(places, ends[-1])}
+    return row | {"steps": ends[-1], "tail_steps": ends[-1] - tail}, trace
+
+
+def draw(traces: dict[str, Trace], places: int, path: Path) -> None:
+    """The share of the places in use over time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.5))
+    for way, trace in traces.items():
+        axes.plot(*trace.shares(places), label=way)
+    axes.set(xlabel="decoding steps", ylabel="share of the engines' places in use", ylim=(0, 1.05))
+    axes.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--slots", type=int, default=64, help="requests that an engine decodes at once")
+    parser.add_argument("--shards", type=int, default=84, help="of eight conversations for each slot")
+    parser.add_argument("--output", type=Path, help="a .jsonl file that the rows are appended to")
+    parser.add_argument("--plot", type=Path, help="a picture")
+    arguments = parser.parse_args()
+    if arguments.slots % PROCESSOR_BATCHES:
+        parser.error(f"--slots must be a multiple of {PROCESSOR_BATCHES}, got {arguments.slots}")
+    turns = make_turns(arguments.shards * SHARD_PER_SLOT * arguments.slots)
+    file, traces = RowFile(arguments.output), {}
+    for way in WAYS:
+        row, traces[way] = simulate(way, turns, arguments.engines, arguments.slots)
+        file.add(row)
+        print(
+            f"{way:<10} busy {row['busy']:.1%}, to the last turn {row['busy_all']:.1%}, {row['steps']} steps",
+            flush=True,
+        )
+    if arguments.plot:
+        draw(traces, arguments.engines * arguments.slots, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

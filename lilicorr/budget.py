@@ -1,0 +1,140 @@
+"""What a training step holds and computes, found without a GPU or weights: on tensors that have shapes and no values.
+
+Place in the flow: `pipelines/train.py --estimate` prints it before a cluster is asked for; tests hold the loss to
+it. The code that is counted is the one that trains: the drafter and the head's loss, forward and backward, with all
+that is recomputed. Paper: Table 4 (sizes of a step).
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from lilicorr.blocks import TrainBatch
+from lilicorr.config import RunConfig, TrainConfig
+from lilicorr.draft_model import DraftModel, run_block_spec
+from lilicorr.drafter import drafter_shape
+from lilicorr.losses import total_loss
+
+WIDE, MOMENTS = 4, 8  # bytes of a parameter or its gradient, and of AdamW's two moments
+
+
+class PeakMemory(TorchDispatchMode):
+    """Context manager: bytes of the storages made inside; `alive` now, `peak` at most, `largest` single one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = self.largest = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_key(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor) and _key(tensor) not in self._known | given:
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.alive += size
+        self.peak, self.largest = max(self.peak, self.alive), max(self.largest, size)
+        weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.alive -= size
+
+
+def _key(tensor: Tensor) -> int:
+    """Identity of what a tensor lies in."""
+    return tensor.untyped_storage()._cdata
+
+
+def step_budget(
+    config: TrainConfig, run: RunConfig, target_config: Any, target_dtype: torch.dtype, length: int, num_blocks: int
+) -> dict[str, dict[str, float]]:
+    """Bytes by part that a worker holds in a micro-batch, and operations by part, those that recompute included.
+
+    A micro-batch is one row of `length` tokens and `num_blocks` blocks; `target_config` is the target's from
+    transformers. Returns `bytes` and `operations`. The target's pass follows from its sizes, the rest is counted.
+    """
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(target_config, dtype=target_dtype)
+    matrices = sum(p.numel() for p in target.base_model.layers.parameters() if p.dim() == 2)
+    attention = 2 * length * length * target_config.num_hidden_layers * _attention_width(target_config)
+    size, layers = target_dtype.itemsize, config.drafter.num_captured_layers or config.drafter.num_layers
+    numbers = _draft_model_budget(config, run, target_config, target_dtype, length, num_blocks)
+    states = size * length * target_config.hidden_size
+    return {
+        "bytes": {
+            "target's weights": size * sum(p.numel() for p in target.parameters()),
+            "target's pass over a row": 2 * states + 2 * size * length * target_config.intermediate_size,
+            "captured and final states": (layers + 1) * states,
+            **numbers["bytes"],
+        },
+        "operations": {"target": 2 * length * matrices + attention, **numbers["operations"]},
+    }
+
+
+def _attention_width(target_config: Any) -> int:
+    head_dim = getattr(target_config, "head_dim", None)
+    heads = target_config.num_attention_heads
+    return heads * (head_dim or target_config.hidden_size // heads)
+
+
+def _draft_model_budget(
+    config: TrainConfig, run: RunConfig, target_config: Any, target_dtype: torch.dtype, length: int, num_blocks: int
+) -> dict[str, dict[str, float]]:
+    """The draft model's part of `step_budget`."""
+    with FakeTensorMode():
+        table = (target_config.vocab_size, target_config.hidden_size)
+        embed, lm_head = torch.empty(table, dtype=target_dtype), torch.empty(table, dtype=target_dtype)
+        spec = run_block_spec(config.drafter, run, target_config, 0)
+        shape = drafter_shape(config.drafter, target_config)
+        model = DraftModel(shape, spec, run.head, run.head_config, embed, lm_head)
+        num_weights = sum(p.numel() for p in model.parameters())
+        batch = TrainBatch(
+            torch.zeros(1, length, dtype=torch.int64),
+            torch.ones(1, length, dtype=torch.bool),
+            torch.full((1,), length),
+            torch.zeros(1, dtype=torch.int64),
+        )
+        features = torch.empty(1, length, shape.num_captured_layers * shape.hidden_size, dtype=target_dtype)
+        final_hidden = torch.empty(1, length, shape.hidden_size, dtype=target_dtype)
+        anchors = torch.zeros(1, num_blocks, dtype=torch.int64)
+        rows = torch.zeros(num_blocks, dtype=torch.int64)
+        half = config.precision == "bfloat16"
+        with PeakMemory() as memory, FlopCounterMode(display=False) as flops, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Mismatch dtype")  # a CPU's fused norm, and there is no CPU here
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+                context, hidden = model.block_states(features, batch, anchors)
+                kept, forward = memory.alive, flops.get_total_flops()
+                blocks = (hidden[0], rows, anchors[0])
+                terms = model.block_terms(*blocks, context, final_hidden, batch, 1.0, config.chunk_blocks)
+                loss = total_loss(terms)
+            for parameter in model.parameters():  # the trainer adds them to one buffer as they come
+                parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+            loss.backward()
+        copies = 2 * num_weights if half else 0
+        return {
+            "bytes": {
+                "trained weights, fp32": WIDE * num_weights,
+                "their gradient": WIDE * num_weights,
+                "AdamW's moments": MOMENTS * num_weights,
+                "bf16 copies of the weights": copies,
+                "activations of the drafter": kept - copies,
+                "loss and backward pass": memory.peak - kept,
+            },
+            "operations": {"drafter forward": forward, "loss and backward": flops.get_total_flops() - forward},
+        }

@@ -1,0 +1,133 @@
+"""What the runs of a profile take, before a cluster is asked for anything: memory of a worker, hours of them all.
+
+    python pipelines/train.py --estimate --profile paper_8b [--rows N --length T] [--utilisation 0.4]
+
+Memory is that of the longest row, counted by `lilicorr/budget.py` on tensors without values: it needs neither a GPU
+nor weights. Operations are counted in the same way on a row of mean length. Rows and their mean length are those of
+the training set where there is one; before that they are stated, by the options or for the paper's corpus here.
+Hours follow from the share of the card's bf16 arithmetic that is used, which is stated too: `benches/train_step.py`
+measures it.
+
+Place in the flow: beside the stages; writes nothing. Paper: section 4.1, Table 4.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, Qwen3Config
+
+from lilicorr.budget import step_budget
+from lilicorr.config import PipelineConfig, TargetConfig
+from lilicorr.corpus import Sampler
+from lilicorr.target import DTYPES, resolve_target
+from lilicorr.training import num_steps
+from pipelines import stage
+
+GB, TERA = 1e9, 1e12
+H100_OPERATIONS = 989e12  # bf16 operations a second, of the maker's data sheet
+UTILISATION = 0.4  # stated: of these, what public block-diffusion trainers reach on H100s and H200s
+NEMOTRON_ROWS, NEMOTRON_LENGTH = 1_397_187, 1000  # stated: tokens of a row, as a public count of such answers suggests
+ANSWER_SHARE = 0.75  # stated: of a row's tokens
+TOKENS_PER_S = 10_000  # stated: answers of an 8B target on one H100, with full batches
+_SIZES = dict(num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151_936)
+PUBLIC = {  # config.json of the paper's targets, for a machine that cannot reach them
+    "Qwen/Qwen3-8B": dict(hidden_size=4096, intermediate_size=12_288, tie_word_embeddings=False, **_SIZES),
+    "Qwen/Qwen3-4B": dict(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True, **_SIZES),
+}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What is trained on."""
+
+    num_rows: int
+    mean_length: float  # tokens
+    mean_answer: float  # supervised ones of them
+    origin: str
+
+
+def target_config(config: TargetConfig) -> PretrainedConfig:
+    """The target's config of transformers; of the paper's targets without looking anywhere."""
+    if config.source in PUBLIC:
+        return Qwen3Config(**PUBLIC[config.source])
+    return AutoConfig.from_pretrained(resolve_target(config), revision=config.revision).get_text_config()
+
+
+def find_corpus(config: PipelineConfig, rows: int | None, length: float | None) -> Corpus:
+    """The training set's size: as stated, else its own, else the paper's.
+
+    Raises ValueError where nothing says how large it is.
+    """
+    path = config.directory / "train" / "training_set" / "meta.json"
+    if rows is None and length is None and path.is_file():
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        answers = meta["supervised_tokens"] / meta["rows"]
+        return Corpus(meta["rows"], meta["tokens"] / meta["rows"], answers, f"measured, {path}")
+    if rows is None and length is None and config.prompts.source == "nemotron_v2":
+        return Corpus(NEMOTRON_ROWS, NEMOTRON_LENGTH, ANSWER_SHARE * NEMOTRON_LENGTH, "stated: the paper's corpus")
+    if rows is None or length is None or rows < 1 or length < 2:
+        raise ValueError(f"there is no training set in {path.parent} yet: give --rows and --length, both or neither")
+    return Corpus(rows, length, ANSWER_SHARE * length, "stated by the options")
+
+
+def estimate(config: PipelineConfig, corpus: Corpus, utilisation: float) -> dict[str, Any]:
+    """Bytes by part, operations of a mean row by part, steps and GPU-hours of every run; and of regeneration."""
+    target, dtype, train = target_config(config.target), DTYPES[config.target.dtype], config.train
+    if not 0 < utilisation <= 1:
+        raise ValueError(f"--utilisation must be in (0, 1], got {utilisation}")
+    runs = {}
+    for name, run in train.runs.items():
+        most = step_budget(train, run, target, dtype, train.max_length, min(train.max_anchors, train.max_length - 1))
+        length = min(round(corpus.mean_length), train.max_length)
+        num_blocks = max(1, min(train.max_anchors, round(corpus.mean_answer) - 1))
+        mean = step_budget(train, run, target, dtype, length, num_blocks)
+        sampler = Sampler(corpus.num_rows, train.batch_size, train.seed)
+        steps = num_steps(run, sampler)
+        rows = steps * corpus.num_rows / sampler.steps_per_epoch
+        hours = rows * sum(mean["operations"].values()) / (H100_OPERATIONS * utilisation) / 3600
+        runs[name] = {"bytes": most["bytes"], "operations": mean["operations"], "steps": steps, "gpu_hours": hours}
+    tokens = corpus.num_rows * corpus.mean_answer
+    return {"runs": runs, "regenerate_gpu_hours": tokens / TOKENS_PER_S / 3600, "regenerate_tokens": tokens}
+
+
+def describe(config: PipelineConfig, corpus: Corpus, utilisation: float, found: dict[str, Any]) -> Iterator[str]:
+    """The estimate in lines of text."""
+    train = config.train
+    yield f"{config.profile}: target {config.target.source}, {train.num_workers} workers, nothing was started"
+    yield f"corpus: {corpus.num_rows} rows of {corpus.mean_length:.0f} tokens, {corpus.origin}"
+    hours, tokens = found["regenerate_gpu_hours"], found["regenerate_tokens"]
+    yield f"regenerate: {tokens / 1e9:.2f} billion tokens, {hours:.0f} GPU-hours at {TOKENS_PER_S} tokens/s (stated)"
+    for name, run in found["runs"].items():
+        yield f"run {name}, a micro-batch of one row of {train.max_length} tokens with {train.max_anchors} anchors:"
+        yield from (f"  {size / GB:8.2f} GB  {part}" for part, size in run["bytes"].items())
+        yield f"  {sum(run['bytes'].values()) / GB:8.2f} GB  together, on every worker"
+        parts = ", ".join(f"{part} {count / TERA:.1f}" for part, count in run["operations"].items())
+        yield f"  {sum(run['operations'].values()) / TERA:.1f} TFLOP for a row of mean length: {parts}"
+        hours, stated = run["gpu_hours"], f"{100 * utilisation:.0f} % of an H100's {H100_OPERATIONS / TERA:.0f} TFLOP/s"
+        yield f"  {run['steps']} steps of {train.batch_size} rows, {hours:.0f} GPU-hours at {stated} (stated)"
+        yield f"  {hours / max(1, train.num_workers):.1f} h on {train.num_workers} workers"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line; see the module's first lines."""
+    parser = stage.argument_parser("Memory and hours of the profile's training runs.")
+    parser.add_argument("--estimate", action="store_true", help="what brings you here")
+    parser.add_argument("--rows", type=int, help="of the training set")
+    parser.add_argument("--length", type=float, help="mean tokens of a row")
+    parser.add_argument("--utilisation", type=float, default=UTILISATION)
+    arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        config = stage.resolve_config(arguments)
+        corpus = find_corpus(config, arguments.rows, arguments.length)
+        with torch.random.fork_rng(devices=[]):
+            found = estimate(config, corpus, arguments.utilisation)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+    for line in describe(config, corpus, arguments.utilisation, found):
+        print(line)

@@ -1,0 +1,93 @@
+"""How far a regeneration run is, from its plan and its manifests alone. No Ray, no torch.
+
+Place in the flow: `pipelines/regenerate.py` logs a `Tally` while shards are made, prints it for `--status` and keeps
+the last one as `summary.json`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from pipelines.shards import Plan, read_manifest
+
+
+class Tally:
+    """Accounting and length statistics of a run from its manifests alone, each of which is read once."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.folder, self.plan = folder, plan
+        self._unread = list(plan.shards)
+        self._totals, self._dead, self._cut = (Counter[str]() for _ in range(3))
+        self._lengths: Counter[int] = Counter()
+        self._sources: dict[str, Counter[str]] = {}
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers of all manifests that are there by now.
+
+        When every shard has one, `ok + dead + duplicate == planned` is asserted.
+        """
+        self._unread = [shard for shard in self._unread if not self._add(read_manifest(self.folder, shard))]
+        planned, duplicate, dead = self.plan.num_rows, self.plan.num_duplicates, self._dead.total()
+        accounted = self._totals["ok"] + dead + duplicate
+        assert self._unread or accounted == planned, f"{accounted} of {planned} conversations accounted for"
+        return {
+            "planned": planned,
+            "duplicate": duplicate,
+            "dead": dead,
+            **{name: self._totals[name] for name in ("ok", "turns", "skipped_turns", "completion_tokens")},
+            "dead_by_error": dict(sorted(self._dead.items())),
+            "cut": dict(sorted(self._cut.items())),
+            "sources": {
+                name: {**source, "length_rate": round(source["length"] / source["turns"], 4)}
+                for name, source in sorted(self._sources.items())
+            },
+            "answer_tokens_p50": percentile(self._lengths, 0.50),
+            "answer_tokens_p99": percentile(self._lengths, 0.99),
+            "shards": len(self.plan.shards),
+            "shards_done": len(self.plan.shards) - len(self._unread),
+        }
+
+    def _add(self, manifest: dict[str, Any] | None) -> bool:
+        """Add the numbers of a manifest; false where there is none."""
+        if manifest is None:
+            return False
+        for name in ("ok", "turns", "skipped_turns", "completion_tokens"):
+            self._totals[name] += manifest[name]
+        self._dead.update(manifest["dead"])
+        self._cut.update(manifest["cut"])
+        self._lengths.update(manifest["answer_lengths"])
+        for name, source in manifest["sources"].items():
+            self._sources.setdefault(name, Counter()).update(source)
+        return True
+
+
+def percentile(counts: Counter[int], share: float) -> int | None:
+    """The smallest value that `share` of the counted values do not exceed, None of no values."""
+    left = math.ceil(share * counts.total())
+    for value in sorted(counts):
+        left -= counts[value]
+        if left <= 0:
+            return value
+    return None
+
+
+def describe(numbers: dict[str, Any]) -> list[str]:
+    """A summary in lines of text."""
+    errors = "".join(f", {name} {number}" for name, number in numbers["dead_by_error"].items())
+    cuts = ", ".join(f"{name} {number}" for name, number in numbers["cut"].items())
+    open_shards = "" if numbers["shards_done"] == numbers["shards"] else " (more shards are open)"
+    lines = [
+        f"shards {numbers['shards_done']}/{numbers['shards']}",
+        f"conversations: {numbers['ok']} ok + {numbers['dead']} dead{errors} + {numbers['duplicate']} duplicate "
+        f"of {numbers['planned']} planned{open_shards}",
+        f"answers: {numbers['turns']} turns, {numbers['completion_tokens']} tokens, length p50 "
+        f"{numbers['answer_tokens_p50']} p99 {numbers['answer_tokens_p99']}; {numbers['skipped_turns']} turns skipped"
+        + (f" (conversations cut by {cuts})" if cuts else ""),
+    ]
+    for name, source in numbers["sources"].items():
+        rate = f"{source['length']} at the length limit ({100 * source['length_rate']:.1f} %)"
+        lines.append(f"  {name}: {source['turns']} turns, {source['tokens']} tokens, {rate}")
+    return lines

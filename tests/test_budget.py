@@ -1,0 +1,102 @@
+"""The budget of a step counts what really happens, and for the paper's size it is near the published figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from lilicorr.budget import PeakMemory, step_budget
+from lilicorr.config import DrafterConfig, RunConfig, TrainConfig, load_profile
+from pipelines import estimate
+
+PROFILES = Path(__file__).parents[1] / "pipelines" / "profiles"
+SMALL = Qwen3Config(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    tie_word_embeddings=False,
+)
+CONFIG = TrainConfig(drafter=DrafterConfig(num_layers=2, block_size=5, num_candidates=4), chunk_blocks=4)
+HEADS = {"argmax": {}, "lilicorr": {"hidden_size": 16, "num_heads": 2, "factor_dim": 16}}
+
+
+def test_peak_memory_is_what_is_alive_at_once() -> None:
+    given = torch.ones(1000)
+    with PeakMemory() as memory:
+        first = given + 1
+        view = first[:10]
+        second = given * 2
+        del second
+        third = torch.cat([first, first])
+        del first
+    assert (memory.alive, memory.peak, memory.largest) == (4000 + 8000, 12_000, 8000) and view.sum() == 20
+    del view, third
+    assert memory.alive == 0 and memory.peak == 12_000
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_parts_add_up_and_grow_with_what_they_depend_on(head: str) -> None:
+    run = RunConfig(head=head, head_config=HEADS[head], steps=1)
+    few, many = (step_budget(CONFIG, run, SMALL, torch.bfloat16, 40, blocks) for blocks in (8, 32))
+    assert few["bytes"].keys() == many["bytes"].keys() and all(size > 0 for size in many["bytes"].values())
+    weights = few["bytes"]["trained weights, fp32"]
+    assert few["bytes"]["their gradient"] == weights and few["bytes"]["AdamW's moments"] == 2 * weights
+    fixed = {name for name in few["bytes"] if "activations" not in name and "loss" not in name}
+    assert all(few["bytes"][name] == many["bytes"][name] for name in fixed)
+    activations = [budget["bytes"]["activations of the drafter"] for budget in (few, many)]
+    assert 2 < activations[1] / activations[0] < 4.1
+    assert few["operations"]["target"] == many["operations"]["target"]
+    growth = many["operations"]["loss and backward"] / few["operations"]["loss and backward"]
+    assert 2.5 < growth < 4.1
+
+
+def test_the_corpus_is_stated_or_measured(tmp_path: Path) -> None:
+    config = replace(load_profile("paper_8b", PROFILES), run_dir=str(tmp_path))
+    assert estimate.find_corpus(config, None, None).num_rows == 1_397_187
+    assert estimate.find_corpus(config, 500, 90.0).mean_answer == pytest.approx(67.5)
+    with pytest.raises(ValueError, match="give --rows and --length, both or neither"):
+        estimate.find_corpus(config, 500, None)
+    demo = replace(load_profile("demo", PROFILES), run_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="there is no training set in .* yet"):
+        estimate.find_corpus(demo, None, None)
+    folder = demo.directory / "train" / "training_set"
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text('{"rows": 4, "tokens": 400, "supervised_tokens": 100}')
+    found = estimate.find_corpus(demo, None, None)
+    assert (found.num_rows, found.mean_length, found.mean_answer) == (4, 100.0, 25.0)
+
+
+@pytest.mark.parametrize("source", estimate.PUBLIC)
+def test_the_public_targets_have_their_published_sizes(source: str, target_factory: Callable) -> None:
+    config = estimate.target_config(replace(load_profile("paper_8b", PROFILES).target, source=source))
+    published = {"Qwen/Qwen3-8B": 8.19e9, "Qwen/Qwen3-4B": 4.02e9}[source]
+    layers = config.num_hidden_layers * (
+        2 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
+        + 3 * config.hidden_size * config.intermediate_size
+    )
+    tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    assert (layers + tables) / published == pytest.approx(1, abs=0.003)
+
+
+@pytest.mark.slow
+def test_the_paper_run_is_near_what_public_reports_lead_to(capsys: pytest.CaptureFixture[str]) -> None:
+    """The ranges stand for an 8B target with everything in bf16 and fp32 masters, and 1.4 million rows, six times."""
+    config = load_profile("paper_8b", PROFILES, ["train.runs.dflash.epochs=0.001"])
+    found = estimate.estimate(config, estimate.find_corpus(config, None, None), 0.4)["runs"]["lilicorr"]
+    parts = found["bytes"]
+    static = (
+        sum(parts[name] for name in ("target's weights", "trained weights, fp32", "their gradient", "AdamW's moments"))
+        + parts["bf16 copies of the weights"]
+    )
+    assert 34e9 * 0.8 < static < 36e9 * 1.2 and sum(parts.values()) < 80e9
+    assert 93e12 * 0.8 < sum(found["operations"].values()) < 106e12 * 1.2
+    assert found["steps"] == 130_986 and 500 * 0.8 < found["gpu_hours"] < 700 * 1.2

@@ -1,0 +1,51 @@
+"""The simulation of the feed: no turn is lost or longer than it is, and the pipeline's feed keeps engines full."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benches import feed
+from benches.feed import Trace, make_turns, run_processor, simulate
+
+
+def test_busy_is_the_area_under_the_places_in_use() -> None:
+    trace = Trace()
+    for start, end in ((0, 10), (0, 4), (4, 6)):
+        trace.add(start, end)
+    assert trace.busy(2, 10) == 16 / 20 and trace.busy(2, 4) == 1.0 and trace.busy(4, 5) == 10 / 20
+    ends, shares = trace.shares(2)
+    assert ends[-1] == 10 and shares[0] == 1.0 and shares[-1] == 0.5 and shares.mean() == pytest.approx(0.8)
+
+
+def test_a_batch_of_the_processor_ends_with_its_longest_answer() -> None:
+    turns = [[3], [9], [5, 2], [1], [4], [4], [4], [4]]
+    trace = run_processor(turns, num_engines=1, slots=16)  # batches of two, eight at once; then the second turns
+    assert sorted(trace.finished) == [1, 3, 4, 4, 4, 4, 5, 9, 11]
+
+
+def test_the_feed_keeps_its_engine_full_and_waiting_for_the_last_answer_does_not() -> None:
+    turns = make_turns(12 * 128)
+    mean = sum(map(sum, turns)) / sum(map(len, turns))
+    assert 650 < mean < 850 and 1.1 < sum(map(len, turns)) / len(turns) < 1.5
+    rows = {way: simulate(way, turns, 1, 16)[0] for way in feed.WAYS}
+    assert rows["feed"]["busy"] >= 0.95
+    assert rows["shards"]["busy"] < 0.9 and rows["processor"]["busy"] < 0.8
+    least = sum(map(sum, turns)) / 16
+    assert least <= rows["feed"]["steps"] < rows["shards"]["steps"] < rows["processor"]["steps"]
+    for row in rows.values():
+        assert row["busy_all"] == pytest.approx(least / row["steps"])
+
+
+def test_rows_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, plot = tmp_path / "feed.jsonl", tmp_path / "feed.png"
+    arguments = ["--engines", "2", "--slots", "8", "--shards", "4", "--output", str(output), "--plot", str(plot)]
+    monkeypatch.setattr(sys, "argv", ["feed", *arguments])
+    feed.main()
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [row["way"] for row in rows] == list(feed.WAYS) and all(row["provenance"]["versions"] for row in rows)
+    assert len({row["turns"] for row in rows}) == 1 and rows[0]["conversations"] == 256
+    assert plot.read_bytes().startswith(b"\x89PNG")
