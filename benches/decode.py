@@ -39,19 +39,18 @@ from benches.geometry import SIZES, TOY, ModelSize, here, random_draft_model, ra
 from benches.timing import RowFile, device_name
 from lilicorr.chat import render_prompt
 from lilicorr.checkpoint import load_draft_model
-from lilicorr.config import DrafterConfig, EngineConfig, PipelineConfig, TargetConfig, load_profile
+from lilicorr.config import EngineConfig, PipelineConfig, load_profile
 from lilicorr.decode import SamplingParams
-from lilicorr.draft_model import DraftModel, build_draft_model
-from lilicorr.drafter import block_spec, drafter_shape
+from lilicorr.draft_model import DraftModel
 from lilicorr.engine.engine import Engine
 from lilicorr.engine.pages import num_pages_for
+from lilicorr.evaluate import AUTOREGRESSIVE, EXACT_DTYPES
 from lilicorr.heads import HEADS
 from lilicorr.prompts import read_conversations
 from lilicorr.target import Target, default_layer_ids, load_target
 
 PROFILES = Path(__file__).resolve().parents[1] / "pipelines" / "profiles"
-TRANSFORMERS, AUTOREGRESSIVE = "transformers", "autoregressive"
-EXACT_DTYPES = (torch.float32, torch.float64)
+TRANSFORMERS = "transformers"
 CONCURRENCIES, DRY_CONCURRENCIES = (1, 2, 4, 8, 16, 32), (1, 2)
 GEOMETRY_CONCURRENCIES, GEOMETRY_HEADS, GEOMETRY_ROUNDS = (1, 8, 32), ("argmax", "lilicorr"), 2
 GEOMETRY_PROMPT, GEOMETRY_NEW = 256, 48  # tokens
@@ -118,18 +117,11 @@ def first_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def dry_setup() -> Setup:
-    """A random tiny target with an untrained draft model for every head."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = load_target(TargetConfig(source="random"), device, default_layer_ids(2, 1))
-    config = DrafterConfig(num_layers=2, block_size=4, num_candidates=4, num_captured_layers=1)
-    shape = drafter_shape(config, target.config)
-    torch.manual_seed(0)
-    draft_models = {}
-    for name, head in HEADS.items():
-        spec = block_spec(config, target.config, target.mask_token_id, head.layouts[0])
-        draft_models[name] = build_draft_model(shape, spec, name, {}, target).eval()
+    """A random toy target in fp32 with an untrained draft model for every head."""
+    target = random_target(TOY, here()[0], torch.float32)
+    draft_models = {name: random_draft_model(TOY, target, name, torch.float32) for name in HEADS}
     rng = random.Random(0)
-    prompts = [[rng.randrange(256) for _ in range(length)] for length in (3, 90, 17, 40)]
+    prompts = [[rng.randrange(TOY.vocab_size) for _ in range(length)] for length in (3, 90, 17, 40)]
     return Setup(target, draft_models, prompts, SamplingParams(12, stop_ids=target.eos_ids), DRY_CONCURRENCIES, 2)
 
 

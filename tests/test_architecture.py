@@ -65,7 +65,7 @@ ALLOWED = {
     "features": "blocks corpus target",
     "training": "anchors blocks checkpoint config corpus draft_model features folder losses provenance target",
     # making answers, measuring
-    "generator": "blocks chat config prompts target",
+    "generator": "blocks chat config decode engine.* prompts target",
     "acceptance": "blocks",
     "plots": "",
     "tables": "",

@@ -195,9 +195,24 @@ def test_the_script_goes_on_where_a_part_fails(tmp_path: Path) -> None:
     assert states.pop("decode") == "failed, status 3" and set(states.values()) == {"ok"}
     assert set(states) == {"parity", "kernels", "head_latency_8b", "head_latency_4b", "train_step", "plots"}
     assert "--geometry 4b --dry" in (tmp_path / "out" / "head_latency_4b.log").read_text()
-    for wrong in (["--fast"], ["--dry", "more"]):
+    for wrong in (["--fast"], ["--dry", "more"], ["--pack", str(tmp_path)], ["--train-s", "3"]):
         assert script(tmp_path / "out", *wrong).returncode == 2
     assert script(Path("--dry")).returncode == 2
+
+
+def test_the_script_hands_its_options_to_the_real_run(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "ran $*"\n')
+    python.chmod(0o755)
+    out, work = tmp_path / "out", tmp_path / "work"
+    options = ["--dry", "--work", str(work), "--train-s", "3"]
+    done = script(Path("real"), str(out), *options, python=str(python))
+    assert done.returncode == 0, done.stderr
+    expected = f"ran -m benches.real --out {out} --work {work} --train-s 3 --dry"
+    assert (out / "real.log").read_text().strip() == expected
+    assert [line.split()[0] for line in done.stdout.splitlines() if " s  ok" in line] == ["real", "plots"]
+    for wrong in ([], ["--pack"], [str(out), "--work"], [str(out), "more"]):
+        assert script(Path("real"), *wrong).returncode == 2
 
 
 @pytest.mark.slow

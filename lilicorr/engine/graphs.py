@@ -18,7 +18,7 @@ from torch import Tensor
 from lilicorr.engine.row import upload
 from lilicorr.engine.step import Mix, Outcome, Step
 
-BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
+BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 
 
 class EagerDecode:
