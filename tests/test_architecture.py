@@ -52,7 +52,7 @@ ALLOWED = {
     "drafter": "blocks config target",
     "anchors": "blocks config",
     "heads": "heads.*",
-    "heads.base": "blocks config losses verify",
+    "heads.base": "blocks config kernels.* losses verify",
     "heads.*": "blocks config heads.base kernels.* lattice losses verify",
     "draft_model": "anchors blocks config drafter heads losses target",
     "fields": "config",

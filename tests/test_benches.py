@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benches import decode, head_latency, plots, train_step
+from benches import decode, head_latency, plots, train_step, verify_cost
 from benches.geometry import TOY, random_draft_model, random_target
 from benches.timing import RowFile
 from lilicorr.heads import HEADS
@@ -114,6 +114,19 @@ def test_decode_of_random_weights(run) -> None:
         assert row["kind"] == "decode" and row["geometry"] == "toy" and row["profile"] is None
         assert row["num_prompts"] == row["concurrency"] and row["num_tokens"] == 8 * row["concurrency"]
         assert 0 < row["blocks_per_s"]["low"] <= row["blocks_per_s"]["high"] <= row["tokens_per_s"]["high"]
+
+
+def test_verify_cost_has_a_time_for_every_width_and_compares(run, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(verify_cost, "ROUNDS", 1)
+    monkeypatch.setattr(decode, "HEADS", {"lilicorr": HEADS["lilicorr"]})
+    rows = run(verify_cost.main)
+    assert [row["kind"] for row in rows] == 3 * ["verify_cost"] + ["trimmed"]
+    assert [row["width"] for row in rows[:3]] == [2, 3, 4] and all(row["milliseconds"]["low"] > 0 for row in rows[:3])
+    printed = capsys.readouterr().out
+    table = json.loads(printed.splitlines()[0].partition("verify_costs: ")[2])
+    assert [entry[:2] for entry in table] == [[2, 2], [2, 3], [2, 4]]
+    whole, trimmed = rows[3]["whole"], rows[3]["trimmed"]
+    assert whole["mean_drafted"] == 3.0 >= trimmed["mean_drafted"] > 0 and trimmed["tau"] >= 1.0
 
 
 def test_train_step_has_a_row_for_each_variant(run) -> None:
