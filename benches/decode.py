@@ -39,19 +39,18 @@ from benches.geometry import SIZES, TOY, ModelSize, here, random_draft_model, ra
 from benches.timing import RowFile, device_name
 from lilicorr.chat import render_prompt
 from lilicorr.checkpoint import load_draft_model
-from lilicorr.config import DrafterConfig, EngineConfig, PipelineConfig, TargetConfig, load_profile
+from lilicorr.config import EngineConfig, PipelineConfig, load_profile
 from lilicorr.decode import SamplingParams
-from lilicorr.draft_model import DraftModel, build_draft_model
-from lilicorr.drafter import block_spec, drafter_shape
+from lilicorr.draft_model import DraftModel
 from lilicorr.engine.engine import Engine
 from lilicorr.engine.pages import num_pages_for
+from lilicorr.evaluate import AUTOREGRESSIVE, EXACT_DTYPES
 from lilicorr.heads import HEADS
 from lilicorr.prompts import read_conversations
 from lilicorr.target import Target, default_layer_ids, load_target
 
 PROFILES = Path(__file__).resolve().parents[1] / "pipelines" / "profiles"
-TRANSFORMERS, AUTOREGRESSIVE = "transformers", "autoregressive"
-EXACT_DTYPES = (torch.float32, torch.float64)
+TRANSFORMERS = "transformers"
 CONCURRENCIES, DRY_CONCURRENCIES = (1, 2, 4, 8, 16, 32), (1, 2)
 GEOMETRY_CONCURRENCIES, GEOMETRY_HEADS, GEOMETRY_ROUNDS = (1, 8, 32), ("argmax", "lilicorr"), 2
 GEOMETRY_PROMPT, GEOMETRY_NEW = 256, 48  # tokens
@@ -118,18 +117,11 @@ def first_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def dry_setup() -> Setup:
-    """A random tiny target with an untrained draft model for every head."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = load_target(TargetConfig(source="random"), device, default_layer_ids(2, 1))
-    config = DrafterConfig(num_layers=2, block_size=4, num_candidates=4, num_captured_layers=1)
-    shape = drafter_shape(config, target.config)
-    torch.manual_seed(0)
-    draft_models = {}
-    for name, head in HEADS.items():
-        spec = block_spec(config, target.config, target.mask_token_id, head.layouts[0])
-        draft_models[name] = build_draft_model(shape, spec, name, {}, target).eval()
+    """A random toy target in fp32 with an untrained draft model for every head."""
+    target = random_target(TOY, here()[0], torch.float32)
+    draft_models = {name: random_draft_model(TOY, target, name, torch.float32) for name in HEADS}
     rng = random.Random(0)
-    prompts = [[rng.randrange(256) for _ in range(length)] for length in (3, 90, 17, 40)]
+    prompts = [[rng.randrange(TOY.vocab_size) for _ in range(length)] for length in (3, 90, 17, 40)]
     return Setup(target, draft_models, prompts, SamplingParams(12, stop_ids=target.eos_ids), DRY_CONCURRENCIES, 2)
 
 
@@ -178,12 +170,15 @@ def by_engine(engine: Engine, setup: Setup) -> tuple[list[list[int]], float, int
     return [d.token_ids for d in decoded], tau, num_blocks
 
 
-def make_engine(setup: Setup, draft_model: DraftModel | None, concurrency: int) -> Engine:
-    """An engine with pages for these prompts. It caches none of them: every round does all the work."""
+def make_engine(setup: Setup, draft_model: DraftModel | None, concurrency: int, **more: Any) -> Engine:
+    """An engine with pages for these prompts. It caches none of them: every round does all the work.
+
+    `more` are further fields of its config.
+    """
     num_slots = draft_model.spec.num_slots if draft_model is not None else 0
     longest = max(map(len, setup.prompts)) + setup.params.max_new_tokens + num_slots
     num_pages = 2 * concurrency * num_pages_for(longest)
-    config = EngineConfig(max_running=concurrency, num_pages=num_pages, prefix_cache=False)
+    config = EngineConfig(max_running=concurrency, num_pages=num_pages, prefix_cache=False, **more)
     engine = Engine(setup.target, draft_model, config)
     engine.warm_up()
     return engine
@@ -304,8 +299,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         print(f"{row['system']} at {row['concurrency']}, CPU ms per step: {stages}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_sources(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is measured and where the rows go."""
     parser.add_argument("--profile", default="demo")
     parser.add_argument("--geometry", choices=SIZES, help="random weights of this size, whatever the profile")
     parser.add_argument("--run-dir", default="runs", help="where the profile was trained")
@@ -318,25 +313,38 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
     parser.add_argument("--dry", action="store_true", help="a random tiny target and untrained heads")
     parser.add_argument("--output", type=Path, help="a .jsonl file that the rows are appended to")
-    arguments = parser.parse_args()
+
+
+def choose_setup(arguments: argparse.Namespace) -> tuple[Setup, dict[str, Any]]:
+    """What `add_sources` asks for, and the fields of a row that say which it is."""
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    size = None
     if arguments.geometry:
         size = TOY if arguments.dry else SIZES[arguments.geometry]
-        setup = geometry_setup(size)
-    else:
-        setup = dry_setup() if arguments.dry else load_setup(arguments)
+        return geometry_setup(size), {"profile": None, "geometry": size.name}
+    if arguments.dry:
+        return dry_setup(), {"profile": None, "geometry": None}
+    return load_setup(arguments), {"profile": arguments.profile, "geometry": None}
+
+
+def row_file(arguments: argparse.Namespace) -> RowFile:
+    """Where the rows go, with the options as they were."""
     settings = vars(arguments) | {"output": None, "checkpoint": [str(path) for path in arguments.checkpoint]}
-    file = RowFile(arguments.output, settings, threads=torch.get_num_threads())
+    return RowFile(arguments.output, settings, threads=torch.get_num_threads())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_sources(parser)
+    arguments = parser.parse_args()
+    setup, where = choose_setup(arguments)
+    file = row_file(arguments)
     rows = measure(setup)
     if setup.target.device.type == "cpu" and not setup.one_wave:
         rows += stage_rows(setup)
     print_rows(rows)
-    where = {"profile": None if arguments.dry or arguments.geometry else arguments.profile}
-    where |= {"geometry": size.name if size else None, "device": device_name()}
     for row in rows:
-        file.add({**where, **row})
+        file.add({**where, "device": device_name(), **row})
 
 
 if __name__ == "__main__":

@@ -1,20 +1,33 @@
 #!/usr/bin/env bash
 # Everything that a short slot on one GPU should measure: kernel parity as compiled, and every bench at a real size.
 #
-#     benches/gpu.sh OUT [--dry]
+#     benches/gpu.sh OUT [--dry]                                            kernels and benches, under 6 minutes
+#     benches/gpu.sh real OUT [--dry] [--work FOLDER] [--pack FOLDER]       a real run, under 7 (benches/real.py)
 #
-# Under 6 minutes on an H200. Nothing is installed; PYTHON names the interpreter (default: .venv/bin/python where there
+# These are minutes of an H200. Nothing is installed; PYTHON names the interpreter (default: .venv/bin/python where there
 # is one, else python3). Every part has its own time limit in seconds; one that fails or runs out of it is reported, the
 # others go on, and the exit status is 1. OUT gets a .jsonl file and a .log of every part, and the pictures. --dry runs
 # all parts at a toy size, on a CPU too, where they show that everything runs and nothing about speed.
 set -uo pipefail
 
-usage() { sed -n '2,4p' "$0" >&2; exit 2; }
-[ $# -ge 1 ] && [ $# -le 2 ] && [ "${1#-}" = "$1" ] || usage
-dry=()
-case "${2:-}" in "") ;; --dry) dry=(--dry) ;; *) usage ;; esac
-mkdir -p "$1" || exit 2
-out=$(cd "$1" && pwd)
+usage() { sed -n '2,5p' "$0" >&2; exit 2; }
+real=
+[ "${1:-}" != real ] || { real=1; shift; }
+[ $# -ge 1 ] && [ "${1#-}" = "$1" ] || usage
+folder=$1
+shift
+dry=() options=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --dry) dry=(--dry) ;;
+        --work|--pack) [ -n "$real" ] && [ $# -ge 2 ] || usage; mkdir -p "$2"; options+=("$1" "$(cd "$2" && pwd)"); shift ;;
+        --*-s) [ -n "$real" ] && [ $# -ge 2 ] || usage; options+=("$1" "$2"); shift ;;
+        *) usage ;;
+    esac
+    shift
+done
+mkdir -p "$folder" || exit 2
+out=$(cd "$folder" && pwd)
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 [ -n "${PYTHON:-}" ] || { PYTHON=python3; [ -x .venv/bin/python ] && PYTHON=.venv/bin/python; }
@@ -50,14 +63,19 @@ bench() {
     part "$name" "$limit" "$PYTHON" -m "benches.$module" --output "$out/$name.jsonl" "$@" ${dry[@]+"${dry[@]}"}
 }
 
-parity=(tests/kernels -m "not slow")
-[ ${#dry[@]} -eq 0 ] || parity=(tests/kernels/test_language.py tests/kernels/test_topk_lse.py -m "not slow")
-part parity 80 "$PYTHON" -m pytest -q -p no:cacheprovider "${parity[@]}"
-bench kernels 55 kernels
-bench head_latency_8b 55 head_latency --geometry 8b
-bench head_latency_4b 45 head_latency --geometry 4b
-bench decode 65 decode --geometry 8b
-bench train_step 45 train_step --geometry 8b
+if [ -n "$real" ]; then
+    # --total-s is what the run plans with; the limit is for what hangs
+    part real 450 "$PYTHON" -m benches.real --out "$out" ${options[@]+"${options[@]}"} ${dry[@]+"${dry[@]}"}
+else
+    parity=(tests/kernels -m "not slow")
+    [ ${#dry[@]} -eq 0 ] || parity=(tests/kernels/test_language.py tests/kernels/test_topk_lse.py -m "not slow")
+    part parity 80 "$PYTHON" -m pytest -q -p no:cacheprovider "${parity[@]}"
+    bench kernels 55 kernels
+    bench head_latency_8b 55 head_latency --geometry 8b
+    bench head_latency_4b 45 head_latency --geometry 4b
+    bench decode 65 decode --geometry 8b
+    bench train_step 45 train_step --geometry 8b
+fi
 part plots 15 "$PYTHON" -m benches.plots "$out"
 
 cat "$out/plots.log"

@@ -25,7 +25,7 @@ from benches.head_latency import BLOCK, STAGES
 from lilicorr.plots import COLOURS
 
 Row = dict[str, Any]
-IDENTITY = ("kind", "geometry", "profile", "device", "head", "system", "kernel", "stage", "variant", "version")
+IDENTITY = ("kind", "geometry", "profile", "device", "head", "system", "run", "kernel", "stage", "variant", "version")
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -154,7 +154,29 @@ def table(rows: list[Row]) -> list[str]:
         )
         rate = f"{row['tokens_per_s']['median']:9.0f} tokens/s{used}"
         lines.append(f"{row['geometry']:10}train step, {row['head']}, {row['variant']:10}{rate}")
+    return lines + real_lines(rows)
+
+
+def real_lines(rows: list[Row]) -> list[str]:
+    """The lines of a real run: what was regenerated, what each run trained, and held-out tau and speed."""
+    lines = []
+    for row in of_kind(rows, "regenerate"):
+        speed = f"{row['tokens_per_s']['median']:.0f} tokens/s at {row['rows']} rows"
+        lines.append(f"regenerated {row['completion_tokens']} tokens in {row['turns']} answers, {speed}")
+    for row in of_kind(rows, "train"):
+        sizes = f"{row['steps']} steps, {row['blocks']} blocks, {row['seconds']:.0f} s"
+        lines.append(f"trained {row['run']:10}{sizes}, loss {row['loss']:.3f}, {row['tokens_per_s']:.0f} tokens/s")
+    for row in of_kind(rows, "held_out"):
+        shown = (("tau", 3), ("tokens_per_s", 1), ("speedup", 2))
+        figures = [_with_interval(row, name, digits) for name, digits in shown]
+        lines.append(f"{row['system']:16}tau {figures[0]}  tokens/s {figures[1]}  speed-up {figures[2]}")
     return lines
+
+
+def _with_interval(row: Row, name: str, digits: int) -> str:
+    """A figure with its 95 % interval."""
+    low, high = row[f"{name}_ci95"]
+    return f"{row[name]:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def main() -> None:

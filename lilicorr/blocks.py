@@ -143,6 +143,7 @@ class Proposal:
     probs: Tensor | None = None  # [N, S, K] or [N, S, V]
     support_ids: Tensor | None = None  # [N, S, K] int64
     lengths: Tensor | None = None  # [N] int64, 0..S; None: every slot
+    confidence: Tensor | None = None  # [N, S] how sure the head is of each token given those before it, where it says
 
     def trimmed(self) -> Proposal:
         """Without the slots that no row wants verified; reads `lengths` on the host."""

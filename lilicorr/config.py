@@ -224,6 +224,9 @@ class EngineConfig:
     steps_behind: int | None = None  # steps the host may be behind the device; None: 1 on a GPU, 0 on a CPU
     deterministic: bool = False  # every pass has one shape, so an answer has the same bits in any company
     deterministic_width: int = 16  # positions of a row in these passes; a block must fit
+    # Measured (rows, positions a row, milliseconds) of steps: a batch verifies as many positions as give most tokens
+    # for the time. Empty: whole blocks.
+    verify_costs: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("max_running", "prefill_tokens", "idle_prefill_tokens", "deterministic_width"):
@@ -236,6 +239,13 @@ class EngineConfig:
             raise ValueError(f"steps_behind must be 0, 1 or null, got {self.steps_behind}")
         if self.num_pages is not None and self.kv_gib is not None:
             raise ValueError(f"set num_pages or kv_gib, not both, got {self.num_pages} and {self.kv_gib}")
+        for entry in self.verify_costs:
+            if len(entry) != 3 or entry[0] < 1 or entry[2] <= 0:
+                raise ValueError(f"verify_costs must be rows of (rows, positions, milliseconds), got {entry}")
+        if self.verify_costs and self.deterministic:
+            raise ValueError(
+                "verify_costs cuts passes to different shapes, deterministic asks for one: set one of them"
+            )
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lilicorr.acceptance import (
@@ -42,9 +43,11 @@ from lilicorr.acceptance import (
 from lilicorr.benchmarks import BENCHMARKS, benchmark_facts
 from lilicorr.blocks import DraftOutput, Proposal, Verdict
 from lilicorr.chat import Message, answer_text
-from lilicorr.config import EvaluateConfig, fingerprint
+from lilicorr.config import EngineConfig, EvaluateConfig, fingerprint
 from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.draft_model import DraftModel
+from lilicorr.engine.engine import Engine
+from lilicorr.engine.request import Request
 from lilicorr.lattice import candidates
 from lilicorr.provenance import write_atomic
 from lilicorr.tables import TABLES, Results, paper_table, read_results
@@ -60,6 +63,7 @@ NOT_IN_KEY = ("sets", "max_prompts", "sampled_seeds", "sampled_temperature")
 WARM_UP_TOKENS = 16
 LOG_EVERY_S = 30.0
 PRINT_WIDTH = 130  # columns of a log file
+UNKNOWN = -2  # no token: a draft that the target refused
 
 Render = Callable[[list[Message]], list[int]]  # messages that end in a user turn -> prompt ids
 
@@ -93,6 +97,40 @@ class System:
         return add_sums([answer_sums(answer, self.num_slots, self.num_candidates) for answer in answers])
 
 
+class EngineSystem(System):
+    """A row of the table decoded by the engine, one request at a time.
+
+    The engine does not tell what it drafted in vain, so the prefixes of any candidate and of top choices are unknown.
+    """
+
+    def __init__(self, target: Target, draft_model: DraftModel | None) -> None:
+        super().__init__(target, draft_model)
+        self.num_candidates = 0
+        self.engine = Engine(target, draft_model, EngineConfig(max_running=1, prefix_cache=False))
+
+    def answer(self, prompt_ids: list[int], params: SamplingParams) -> Answer:
+        """Decode one turn; raises RuntimeError for a target whose logits are NaN."""
+        chunks, began = [], time.perf_counter()
+        self.engine.submit(Request("turn", prompt_ids, params))
+        while self.engine.busy:
+            chunks += self.engine.step()
+        seconds = time.perf_counter() - began
+        if chunks[-1].error is not None:
+            raise RuntimeError(chunks[-1].error)
+        token_ids, blocks = list(chunks[0].token_ids), []
+        for chunk in chunks[1:]:
+            if self.num_slots:
+                drafts = [*chunk.token_ids[: chunk.num_accepted], *[UNKNOWN] * (chunk.num_drafted - chunk.num_accepted)]
+                blocks.append(BlockRecord(len(token_ids), drafts, [[]] * self.num_slots, chunk.num_accepted))
+            token_ids += chunk.token_ids
+        return Answer(token_ids, len(chunks) - 1, len(token_ids) - len(chunks[0].token_ids), seconds, blocks)
+
+    def sums(self, answers: Sequence[Answer]) -> Sums:
+        """As `System.sums`, without what is unknown."""
+        unknown = {name: np.array(np.nan) for name in ("oracle_prefix", "top1_prefix")}
+        return super().sums(answers) | unknown
+
+
 @dataclass
 class _Recorder:
     """Observer of one decode; `seconds` is the time it took itself."""
@@ -113,6 +151,9 @@ class _Recorder:
         self.seconds += time.perf_counter() - began
 
 
+MakeSystem = Callable[[Target, DraftModel | None], System]  # how a system decodes
+
+
 def run_sets(
     target: Target,
     draft_models: dict[str, DraftModel],
@@ -122,6 +163,7 @@ def run_sets(
     identity: dict[str, str],
     previous: dict[str, Any],
     save: Callable[[dict[str, Any]], None],
+    make_system: MakeSystem = System,
 ) -> dict[str, Any]:
     """Evaluate every set with autoregression and the draft models; `save` is called after each set.
 
@@ -135,8 +177,8 @@ def run_sets(
     """
     if AUTOREGRESSIVE in draft_models:
         raise ValueError(f"no draft model may be called {AUTOREGRESSIVE!r}")
-    systems = {AUTOREGRESSIVE: System(target, None)}
-    systems |= {name: System(target, draft_model) for name, draft_model in draft_models.items()}
+    systems = {AUTOREGRESSIVE: make_system(target, None)}
+    systems |= {name: make_system(target, draft_model) for name, draft_model in draft_models.items()}
     results: dict[str, Any] = {"systems": {name: {} for name in systems}, "sets": {}}
     settings = key_settings(config, list(systems))
     for name, prompts in sets.items():

@@ -1,4 +1,4 @@
-"""Regeneration without a cluster: the Generator protocol, its transformers engine, the conversation driver.
+"""Regeneration without a cluster: the Generator protocol, two engines behind it, the conversation driver.
 
 Place in the flow: `pipelines/regenerate.py` gives every actor one generator and runs the conversations of a
 shard through `regenerate_conversations`. The target answers every user turn greedily, its own answers being
@@ -23,6 +23,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lilicorr.chat import ChatError, answer_text, render_prompt
+from lilicorr.decode import SamplingParams
+from lilicorr.engine.engine import Engine
+from lilicorr.engine.request import Request
 from lilicorr.prompts import Conversation
 from lilicorr.target import Target, TargetCache
 
@@ -236,6 +239,55 @@ class _Request:
     max_new_tokens: int
 
 
+def _check_stops(target: Target) -> None:
+    """Raise ValueError for a target whose answers nothing would end."""
+    if not target.eos_ids:
+        raise ValueError("the target's generation config names no eos_token_id: its answers would never stop")
+
+
+def _limit(prompt_ids: list[int], max_new_tokens: int, max_model_len: int) -> int:
+    """Tokens that the answer may have; raises ValueError for a prompt that leaves none."""
+    room = max_model_len - len(prompt_ids)
+    if room < 1:
+        raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {max_model_len}")
+    return min(max_new_tokens, room)
+
+
+class EngineGenerator:
+    """Greedy decoding through the paged engine: a row that is finished takes up the next prompt at once."""
+
+    name = "engine"
+
+    def __init__(self, engine: Engine) -> None:
+        """The engine, with or without a draft model, must have no other user."""
+        _check_stops(engine.target)
+        self.engine = engine
+        self.max_model_len = engine.max_model_len
+        self.max_in_flight = 2 * engine.config.max_running  # as many wait as run
+        self._answers: dict[str, list[int]] = {}  # of open requests, so far
+
+    def submit(self, key: int, prompt_ids: list[int], max_new_tokens: int) -> None:
+        """Queue a prompt; see Generator."""
+        limit = _limit(prompt_ids, max_new_tokens, self.max_model_len)
+        params = SamplingParams(limit, stop_ids=self.engine.target.eos_ids)
+        self.engine.submit(Request(str(key), prompt_ids, params))
+        self._answers[str(key)] = []
+
+    def poll(self) -> list[tuple[int, Completion]]:
+        """Step until an answer is whole; see Generator. Raises RuntimeError for a target whose logits are NaN."""
+        done: list[tuple[int, Completion]] = []
+        while self._answers and not done:
+            for chunk in self.engine.step():
+                if chunk.error is not None:
+                    del self._answers[chunk.request_id]
+                    raise RuntimeError(f"request {chunk.request_id}: {chunk.error}")
+                self._answers[chunk.request_id] += chunk.token_ids
+                if chunk.finish_reason is not None:
+                    token_ids = self._answers.pop(chunk.request_id)
+                    done.append((int(chunk.request_id), Completion(token_ids, chunk.finish_reason)))
+        return done
+
+
 class TransformersGenerator:
     """Greedy decoding with the transformers model in static batches, for CPUs and for targets without vLLM.
 
@@ -246,8 +298,7 @@ class TransformersGenerator:
     name = "transformers"
 
     def __init__(self, target: Target, batch_size: int, max_model_len: int | None = None) -> None:
-        if not target.eos_ids:
-            raise ValueError("the target's generation config names no eos_token_id: its answers would never stop")
+        _check_stops(target)
         self.target = target
         self.batch_size = batch_size
         self.max_model_len = min(max_model_len or target.max_length, target.max_length)
@@ -257,12 +308,8 @@ class TransformersGenerator:
 
     def submit(self, key: int, prompt_ids: list[int], max_new_tokens: int) -> None:
         """Queue a prompt; see Generator."""
-        room = self.max_model_len - len(prompt_ids)
-        if room < 1:
-            raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {self.max_model_len}"
-            )
-        self._queue.append(_Request(key, prompt_ids, min(max_new_tokens, room)))
+        limit = _limit(prompt_ids, max_new_tokens, self.max_model_len)
+        self._queue.append(_Request(key, prompt_ids, limit))
 
     def poll(self) -> list[tuple[int, Completion]]:
         """Answer one batch of the queue, the longest prompts first."""

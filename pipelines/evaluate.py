@@ -32,7 +32,7 @@ from lilicorr.chat import render_prompt
 from lilicorr.checkpoint import load_draft_model
 from lilicorr.config import EvaluateConfig, PipelineConfig, fingerprint
 from lilicorr.draft_model import DraftModel
-from lilicorr.evaluate import AUTOREGRESSIVE, Prompt, run_sets
+from lilicorr.evaluate import AUTOREGRESSIVE, MakeSystem, Prompt, System, run_sets
 from lilicorr.plots import draw_plots
 from lilicorr.prompts import read_conversations
 from lilicorr.provenance import provenance, sha256_tree, write_json
@@ -44,7 +44,7 @@ from pipelines.stage import VERSIONS
 logger = logging.getLogger(__name__)
 
 
-def run(config: PipelineConfig) -> dict[str, Any]:
+def run(config: PipelineConfig, make_system: MakeSystem = System) -> dict[str, Any]:
     """Evaluate every system of the profile on every set; returns tau by system and set.
 
     With `evaluate.sampled_seeds` all systems are decoded once more for each seed, at `sampled_temperature`:
@@ -53,7 +53,7 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     Raises ValueError for a set or system that does not exist, and as `lilicorr.evaluate.run_sets` does.
     """
     with all_cores():
-        return measure_systems(config)
+        return measure_systems(config, make_system)
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def all_cores() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def measure_systems(config: PipelineConfig) -> dict[str, Any]:
+def measure_systems(config: PipelineConfig, make_system: MakeSystem) -> dict[str, Any]:
     """Load prompts and models, measure greedily and for every seed, write and draw; `run` says what."""
     folder, settings = config.directory / "evaluate", config.evaluate
     prompts, facts = load_sets(config)
@@ -95,7 +95,7 @@ def measure_systems(config: PipelineConfig) -> dict[str, Any]:
         previous = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         others = draft_models.keys() - models.keys()
         own = {key: value for key, value in identity.items() if key not in others}
-        return run_sets(target, models, prompts, settings, render, own, previous, save)
+        return run_sets(target, models, prompts, settings, render, own, previous, save, make_system)
 
     results = measure("results.json", settings)
     sampled = [

@@ -53,7 +53,7 @@ ALLOWED = {
     "drafter": "blocks config target",
     "anchors": "blocks config",
     "heads": "heads.*",
-    "heads.base": "blocks config losses verify",
+    "heads.base": "blocks config kernels.* losses verify",
     "heads.*": "blocks config heads.base kernels.* lattice losses verify",
     "draft_model": "anchors blocks config drafter heads losses target",
     "checkpoint.*": "blocks checkpoint.* config draft_model drafter folder heads heads.base target",
@@ -66,7 +66,7 @@ ALLOWED = {
     "training": "anchors blocks checkpoint.* config corpus draft_model features folder losses provenance target",
     "budget": "blocks config draft_model drafter losses",
     # making answers, measuring
-    "generator": "blocks chat config prompts target",
+    "generator": "blocks chat config decode engine.* prompts target",
     "acceptance": "blocks",
     "plots": "",
     "tables": "",

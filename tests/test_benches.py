@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benches import decode, head_latency, plots, train_step
+from benches import decode, head_latency, plots, train_step, verify_cost
 from benches.geometry import TOY, random_draft_model, random_target
 from benches.timing import RowFile
 from lilicorr.heads import HEADS
@@ -116,6 +116,19 @@ def test_decode_of_random_weights(run) -> None:
         assert 0 < row["blocks_per_s"]["low"] <= row["blocks_per_s"]["high"] <= row["tokens_per_s"]["high"]
 
 
+def test_verify_cost_has_a_time_for_every_width_and_compares(run, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(verify_cost, "ROUNDS", 1)
+    monkeypatch.setattr(decode, "HEADS", {"lilicorr": HEADS["lilicorr"]})
+    rows = run(verify_cost.main)
+    assert [row["kind"] for row in rows] == 3 * ["verify_cost"] + ["trimmed"]
+    assert [row["width"] for row in rows[:3]] == [2, 3, 4] and all(row["milliseconds"]["low"] > 0 for row in rows[:3])
+    printed = capsys.readouterr().out
+    table = json.loads(printed.splitlines()[0].partition("verify_costs: ")[2])
+    assert [entry[:2] for entry in table] == [[2, 2], [2, 3], [2, 4]]
+    whole, trimmed = rows[3]["whole"], rows[3]["trimmed"]
+    assert whole["mean_drafted"] == 3.0 >= trimmed["mean_drafted"] > 0 and trimmed["tau"] >= 1.0
+
+
 def test_train_step_has_a_row_for_each_variant(run) -> None:
     rows = run(train_step.main)
     assert [row["variant"] for row in rows] == ["target", "features"]
@@ -195,9 +208,24 @@ def test_the_script_goes_on_where_a_part_fails(tmp_path: Path) -> None:
     assert states.pop("decode") == "failed, status 3" and set(states.values()) == {"ok"}
     assert set(states) == {"parity", "kernels", "head_latency_8b", "head_latency_4b", "train_step", "plots"}
     assert "--geometry 4b --dry" in (tmp_path / "out" / "head_latency_4b.log").read_text()
-    for wrong in (["--fast"], ["--dry", "more"]):
+    for wrong in (["--fast"], ["--dry", "more"], ["--pack", str(tmp_path)], ["--train-s", "3"]):
         assert script(tmp_path / "out", *wrong).returncode == 2
     assert script(Path("--dry")).returncode == 2
+
+
+def test_the_script_hands_its_options_to_the_real_run(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "ran $*"\n')
+    python.chmod(0o755)
+    out, work = tmp_path / "out", tmp_path / "work"
+    options = ["--dry", "--work", str(work), "--train-s", "3"]
+    done = script(Path("real"), str(out), *options, python=str(python))
+    assert done.returncode == 0, done.stderr
+    expected = f"ran -m benches.real --out {out} --work {work} --train-s 3 --dry"
+    assert (out / "real.log").read_text().strip() == expected
+    assert [line.split()[0] for line in done.stdout.splitlines() if " s  ok" in line] == ["real", "plots"]
+    for wrong in ([], ["--pack"], [str(out), "--work"], [str(out), "more"]):
+        assert script(Path("real"), *wrong).returncode == 2
 
 
 @pytest.mark.slow

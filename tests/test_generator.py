@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from fake_generator import END, ReplayGenerator, conversation, conversations, hashed_answer
 from lilicorr.chat import answer_text, render_prompt
-from lilicorr.config import TargetConfig
+from lilicorr.config import EngineConfig, TargetConfig
+from lilicorr.engine.engine import Engine
 from lilicorr.generator import (
     Completion,
     ConversationResult,
     DialogueSettings,
+    EngineGenerator,
+    Generator,
     TransformersGenerator,
     regenerate_conversations,
 )
 from lilicorr.prompts import Conversation
 from lilicorr.target import Target, load_target
 from lilicorr.tiny import byte_tokenizer, tiny_target_folder
+from random_target import make_target
 
 OFF = DialogueSettings({"enable_thinking": False}, max_new_tokens=40)
 
@@ -156,11 +162,23 @@ def greedy_alone(target: Target, prompt: list[int], limit: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def test_batches_give_what_the_target_says_alone(target: Target) -> None:
+def transformers_generator(target: Target, batch_size: int, max_model_len: int | None = None) -> Generator:
+    return TransformersGenerator(target, batch_size, max_model_len)
+
+
+def engine_generator(target: Target, batch_size: int, max_model_len: int | None = None) -> Generator:
+    return EngineGenerator(Engine(target, None, EngineConfig(batch_size, max_model_len)))
+
+
+ENGINES = pytest.mark.parametrize("make", [transformers_generator, engine_generator])
+
+
+@ENGINES
+def test_batches_give_what_the_target_says_alone(target: Target, make: Callable[..., Generator]) -> None:
     prompts = [render_prompt(target.tokenizer, c.messages[:1], {}) for c in conversations(9)]
     prompts += [[257, 65], [257, *range(60, 160)]]
-    generator = TransformersGenerator(target, batch_size=4)
-    assert generator.max_in_flight == 16 and generator.max_model_len == 1024
+    generator = make(target, batch_size=4)
+    assert generator.max_in_flight in (8, 16) and generator.max_model_len == 1024
     for key, prompt in enumerate(prompts):
         generator.submit(key, prompt, 10 + key)
     answers: dict[int, Completion] = {}
@@ -175,8 +193,9 @@ def test_batches_give_what_the_target_says_alone(target: Target) -> None:
     assert {answer.finish_reason for answer in answers.values()} == {"stop", "length"}
 
 
-def test_the_context_limits_the_answer(target: Target) -> None:
-    generator = TransformersGenerator(target, batch_size=2, max_model_len=30)
+@ENGINES
+def test_the_context_limits_the_answer(target: Target, make: Callable[..., Generator]) -> None:
+    generator = make(target, batch_size=2, max_model_len=30)
     prompt = [257, *b"user\nno stop"]
     generator.submit(0, prompt, 1000)
     ((_, answer),) = generator.poll()
@@ -185,15 +204,29 @@ def test_the_context_limits_the_answer(target: Target) -> None:
         generator.submit(1, [65] * 30, 1)
 
 
-def test_a_target_that_cannot_stop_is_refused(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+@ENGINES
+def test_a_target_that_cannot_stop_is_refused(
+    target: Target, make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Target, "eos_ids", ())
     with pytest.raises(ValueError, match="names no eos_token_id"):
-        TransformersGenerator(target, batch_size=1)
+        make(target, batch_size=1)
 
 
-def test_conversations_of_a_real_engine(target: Target) -> None:
+def test_broken_weights_end_a_regeneration() -> None:
+    target = make_target(vocab=264)
+    generator = engine_generator(target, batch_size=2)
+    target.lm_head[5] = float("nan")
+    generator.submit(3, [65, 66], 4)
+    with pytest.raises(RuntimeError, match="request 3: .* NaN at position 2"):
+        generator.poll()
+    assert generator.poll() == []
+
+
+@ENGINES
+def test_conversations_of_a_real_engine(target: Target, make: Callable[..., Generator]) -> None:
     asked = conversations(6)
-    generator = TransformersGenerator(target, batch_size=3)
+    generator = make(target, batch_size=3)
     results = {
         r.conversation.cid: r
         for r in regenerate_conversations(asked, target.tokenizer, generator, DialogueSettings({}, 16))

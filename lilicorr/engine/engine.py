@@ -33,6 +33,7 @@ from lilicorr.engine.request import Progress, Request, TokenChunk
 from lilicorr.engine.row import MAX_STOP_IDS, RowState, upload
 from lilicorr.engine.scheduler import Piece, Scheduler
 from lilicorr.engine.step import AT_LIMIT, BROKEN, STOPPED, Mix, Outcome, Prefill, Step
+from lilicorr.engine.trim import make_planner
 from lilicorr.logprobs import TokenLogprobs, read_logprobs
 from lilicorr.target import Target
 
@@ -47,6 +48,7 @@ class Counters:
     num_tokens: int = 0  # committed
     num_blocks: int = 0  # verified, prefills not counted
     num_block_tokens: int = 0  # what they added to answers, see `decode.Decoded`
+    num_drafted: int = 0  # drafts put to the test
     num_prompt_tokens: int = 0  # positions prefilled, after a preemption again
     accepted_at: list[int] = field(default_factory=list)  # [S] blocks whose slot was accepted (and not cut)
 
@@ -66,6 +68,7 @@ class _Flight:
     reported: Sequence[Piece]  # of its log-probabilities of prompts
     copied: torch.cuda.Event | None
     verified: bool  # a block, not a prefill
+    width: int | None = None  # positions a row in the mean that were verified; None: whole blocks
 
     def logprobs(self, index: int, token_ids: list[int]) -> list[TokenLogprobs] | None:
         """Of the first tokens of a row, where its request asks for them."""
@@ -88,8 +91,8 @@ class Engine:
     `identity` stands for the weights of both; it goes into the keys of the prefix cache. The target's and the
     drafter's projections become views of fused ones: both modules stay usable, and nothing exists twice.
 
-    Raises ValueError for models that do not fit together, a family the paged forward does not know, and a
-    configuration that leaves no page.
+    Raises ValueError for models that do not fit together, a family the paged forward does not know, a configuration
+    that leaves no page, and `verify_costs` for what cannot be verified in part.
     """
 
     def __init__(
@@ -114,8 +117,10 @@ class Engine:
         self.state = RowState(config.max_running, max_pages, vocab, *context, target.device)
         self.pool = PagePool(num_pages, identity)
         self.scheduler = Scheduler(config, self.pool, self.state, num_tokens)
-        self._step = Step(paged, drafter, self.state, width, config.deterministic)
-        self._decode = decode_runner(self._step, config.max_running, config.deterministic)
+        self._planner = make_planner(config, draft_model, num_tokens)
+        widths = self._planner.widths if self._planner is not None else {}
+        self._step = Step(paged, drafter, self.state, width, config.deterministic, self._planner is not None)
+        self._decode = decode_runner(self._step, config.max_running, config.deterministic, widths)
         on_gpu = target.device.type == "cuda"
         self._steps_behind = int(on_gpu) if config.steps_behind is None else config.steps_behind
         self._in_flight: deque[_Flight] = deque()
@@ -254,8 +259,9 @@ class Engine:
     def _launch_decode(self, progresses: list[Progress]) -> None:
         """Start one block of every row that decodes."""
         num_pages = self._pages_read(max(len(progress.pages) for progress in progresses))
-        outcome = self._decode([progress.row for progress in progresses], num_pages, _mix(progresses))
-        self._fly(progresses, outcome, verified=True)
+        width = self._planner.width(len(progresses)) if self._planner is not None else None
+        outcome = self._decode([progress.row for progress in progresses], num_pages, _mix(progresses), width)
+        self._fly(progresses, outcome, verified=True, width=width)
 
     def _pages_read(self, num_pages: int) -> int:
         """Columns of the page table a pass reads: on a CPU fewer are faster, but one shape needs all of them."""
@@ -263,17 +269,22 @@ class Engine:
         return width if self.config.deterministic else min(num_pages, width)
 
     def _fly(
-        self, progresses: list[Progress], outcome: Outcome, verified: bool, reported: Sequence[Piece] = ()
+        self,
+        progresses: list[Progress],
+        outcome: Outcome,
+        verified: bool,
+        reported: Sequence[Piece] = (),
+        width: int | None = None,
     ) -> None:
         """Note a pass that was started, and copy its results to the host behind it."""
         copied = None
         if outcome.runs.device.type == "cuda":
-            outcome = Outcome(*(_to_host(part) for part in (outcome.runs, outcome.logprobs, outcome.prompt_logprobs)))
+            outcome = Outcome(**{name: _to_host(part) for name, part in vars(outcome).items()})
             copied = torch.cuda.Event()
             copied.record()
         for progress in progresses:
             progress.num_in_flight += 1
-        self._in_flight.append(_Flight(self.scheduler.step_id, progresses, outcome, reported, copied, verified))
+        self._in_flight.append(_Flight(self.scheduler.step_id, progresses, outcome, reported, copied, verified, width))
 
     def _publish(self, chunks: list[TokenChunk], step_id: int) -> None:
         """Read the passes of all steps up to `step_id`, and let go of what waited for their end."""
@@ -282,6 +293,10 @@ class Engine:
             if flight.copied is not None:
                 flight.copied.synchronize()
             flight.read_prompts()
+            if flight.outcome.survival is not None:
+                count = len(flight.progresses)
+                said, runs = flight.outcome.survival[:count], flight.outcome.runs[:count]
+                self._planner.observe(said.numpy(), flight.width, runs[:, -2].numpy())
             for index, (progress, (*tokens, count, num_drafted, num_accepted, status)) in enumerate(
                 zip(flight.progresses, flight.outcome.runs.tolist())
             ):
@@ -313,6 +328,7 @@ class Engine:
         if verified is not None:
             counters.num_blocks += 1
             counters.num_block_tokens += len(token_ids)
+            counters.num_drafted += num_drafted
             progress.num_blocks += 1
             progress.num_block_tokens += len(token_ids)
             for slot in range(num_accepted):

@@ -18,7 +18,7 @@ from torch import Tensor
 from lilicorr.engine.row import upload
 from lilicorr.engine.step import Mix, Outcome, Step
 
-BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
+BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 
 
 class EagerDecode:
@@ -28,10 +28,10 @@ class EagerDecode:
         self._step = step
         self._batch_size = batch_size
 
-    def __call__(self, rows: list[int], num_pages: int, mix: Mix) -> Outcome:
+    def __call__(self, rows: list[int], num_pages: int, mix: Mix, width: int | None = None) -> Outcome:
         """`Step.decode` of `rows`, with the dummy row behind them."""
         filled = fill(rows, self._batch_size or len(rows), self._step.state.dummy)
-        return self._step.decode(upload(filled, torch.int64, self._step.state.device), num_pages, mix)
+        return self._step.decode(upload(filled, torch.int64, self._step.state.device), num_pages, mix, width)
 
     def warm_up(self) -> None:
         """Run the step once, so that what libraries set up on first use is there."""
@@ -39,24 +39,25 @@ class EagerDecode:
 
 
 class GraphDecode:
-    """The decode step as a CUDA graph for each batch size and mix, captured when it is first needed or by `warm_up`.
+    """The decode step as a CUDA graph for each batch size, mix and width, captured when first needed or by `warm_up`.
 
     All graphs share one memory pool: they never run at the same time. A result is good until the next call.
     """
 
-    def __init__(self, step: Step, sizes: list[int]) -> None:
+    def __init__(self, step: Step, sizes: list[int], widths: dict[int, tuple[int, ...]]) -> None:
         self._step = step
         self._sizes = sizes  # ascending
+        self._widths = widths  # by the least number of rows they are for
         self._num_pages = step.state.page_table.shape[1]  # loops end at the device's lengths, not at this
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[int, Mix], tuple[torch.cuda.CUDAGraph, Tensor, Outcome]] = {}
+        self._graphs: dict[tuple[int, Mix, int | None], tuple[torch.cuda.CUDAGraph, Tensor, Outcome]] = {}
 
-    def __call__(self, rows: list[int], num_pages: int, mix: Mix) -> Outcome:
+    def __call__(self, rows: list[int], num_pages: int, mix: Mix, width: int | None = None) -> Outcome:
         """`Step.decode` of `rows`, with the dummy row behind them; `num_pages` is the table's whole width."""
         size = next_size(len(rows), self._sizes)
-        if (size, mix) not in self._graphs:
-            self._capture(size, mix)
-        graph, static_rows, output = self._graphs[size, mix]
+        if (size, mix, width) not in self._graphs:
+            self._capture(size, mix, width)
+        graph, static_rows, output = self._graphs[size, mix, width]
         device = self._step.state.device
         static_rows.copy_(upload(fill(rows, size, self._step.state.dummy), torch.int64, device))
         graph.replay()
@@ -65,10 +66,12 @@ class GraphDecode:
     def warm_up(self) -> None:
         """Capture every batch size for greedy and for plainly sampled requests; largest first, for the pool's sake."""
         for size in reversed(self._sizes):
+            widths = {width for rows, listed in self._widths.items() if rows <= size for width in listed}
             for sampled in (False, True):
-                self._capture(size, Mix(sampled, filtered=False, processed=False, logprobs=False))
+                for width in (None, *sorted(widths)):
+                    self._capture(size, Mix(sampled, filtered=False, processed=False, logprobs=False), width)
 
-    def _capture(self, size: int, mix: Mix) -> None:
+    def _capture(self, size: int, mix: Mix, width: int | None) -> None:
         """Run the step over dummy rows until lazy set-up is over, then record it."""
         device = self._step.state.device
         rows = torch.full((size,), self._step.state.dummy, dtype=torch.int64, device=device)
@@ -76,19 +79,24 @@ class GraphDecode:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self._step.decode(rows, self._num_pages, mix)
+                self._step.decode(rows, self._num_pages, mix, width)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            output = self._step.decode(rows, self._num_pages, mix)
-        self._graphs[size, mix] = (graph, rows, output)
+            output = self._step.decode(rows, self._num_pages, mix, width)
+        self._graphs[size, mix, width] = (graph, rows, output)
 
 
-def decode_runner(step: Step, max_running: int, one_shape: bool) -> EagerDecode | GraphDecode:
-    """Graphs on a GPU, plain calls elsewhere; with `one_shape` every batch is filled up to `max_running`."""
+def decode_runner(
+    step: Step, max_running: int, one_shape: bool, widths: dict[int, tuple[int, ...]]
+) -> EagerDecode | GraphDecode:
+    """Graphs on a GPU, plain calls elsewhere; with `one_shape` every batch is filled up to `max_running`.
+
+    `widths` are those that batches from so many rows on may be verified in (`trim.Planner.widths`).
+    """
     if step.state.device.type == "cuda":
         smaller = [] if one_shape else [size for size in BATCH_SIZES if size < max_running]
-        return GraphDecode(step, [*smaller, max_running])
+        return GraphDecode(step, [*smaller, max_running], widths)
     return EagerDecode(step, max_running if one_shape else None)
 
 

@@ -24,8 +24,9 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from lilicorr.blocks import DraftOutput
 from lilicorr.draft_model import DraftModel
 from lilicorr.engine.pages import PAGE_SIZE
-from lilicorr.kernels.attention import paged_attention
-from lilicorr.kernels.norm_rope import norm_rope, rope_tables
+from lilicorr.engine.trim import Packing
+from lilicorr.kernels.attention import Reading, paged_attention, plan_reading
+from lilicorr.kernels.norm_rope import Writing, norm_rope, plan_writing, rope_tables
 from lilicorr.target import Target, TargetOutput
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -38,13 +39,37 @@ GPU_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Places:
-    """Where the N * Q positions of a pass stand, write, and read."""
+    """Where the N * Q positions of a pass stand, write, and read.
+
+    With a packing only M of them are run: `positions` and `slots` are [M] then, and so is every state, but for queries.
+    """
 
     positions: Tensor  # [N, Q] int64
     slots: Tensor  # [N, Q] int64 place in the pages, page * PAGE_SIZE + offset; negative: nothing is written
     page_table: Tensor  # [N, P] int32
     kv_lengths: Tensor  # [N] int64 keys of each row with the pass's own, 0 where there is nothing to do
     query_lengths: Tensor | None = None  # [N] int64 positions that are no padding; None: all Q
+    packing: Packing | None = None
+
+    def pack(self, x: Tensor) -> Tensor:
+        """What is run of [N, Q, ...]."""
+        return x if self.packing is None else self.packing.pack(x)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[N, Q, ...] of what was run."""
+        return x if self.packing is None else self.packing.spread(x)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What all layers of a stack share in one pass. The references' part is made once; kernels need none of it."""
+
+    places: Places
+    rope: tuple[Tensor, Tensor]  # cosines and sines [P, D / 2]
+    eps: float
+    causal: bool
+    writing: Writing | None
+    reading: Reading | None
 
 
 def page_slots(page_table: Tensor, positions: Tensor, write: Tensor) -> Tensor:
@@ -53,31 +78,40 @@ def page_slots(page_table: Tensor, positions: Tensor, write: Tensor) -> Tensor:
     return (page_table.long().gather(1, columns) * PAGE_SIZE + positions % PAGE_SIZE).where(write, -1)
 
 
-def fused(parts: list[nn.Parameter], out: Tensor | None = None) -> Tensor:
-    """The parts stacked along their first axis (into `out` where given), of which they become views.
+def fused(parts: list[nn.Parameter]) -> Tensor:
+    """The parts stacked along their first axis, of which they become views.
 
     Parts that another engine has fused are not copied again.
     """
     first = parts[0].data
     ends = [part.data_ptr() + part.nbytes for part in parts]
     storages = {part.untyped_storage().data_ptr() for part in parts}
-    if out is None and len(storages) == 1 and ends[:-1] == [part.data_ptr() for part in parts[1:]]:
+    if len(storages) == 1 and ends[:-1] == [part.data_ptr() for part in parts[1:]]:
         return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
-    whole = torch.cat([part.data for part in parts], out=out)
+    whole = torch.cat([part.data for part in parts])
     for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         part.data = view
     return whole
 
 
+def projections_of(layer: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+    """What makes a layer's queries, keys and values."""
+    attention = layer.self_attn
+    return attention.q_proj, attention.k_proj, attention.v_proj
+
+
 class PagedLayer:
-    """One pre-norm decoder layer, of the target or of the drafter, and its keys and values."""
+    """One pre-norm decoder layer, of the target or of the drafter, and its keys and values.
+
+    `qkv` are the fused weights of `projections_of` the layer where they are part of a larger product.
+    """
 
     def __init__(self, layer: nn.Module, head_dim: int, num_pages: int, qkv: Tensor | None = None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        projections = projections_of(layer)
         self.head_dim = head_dim
         self.num_heads, self.num_kv_heads = (len(p.weight) // head_dim for p in projections[:2])
-        self.qkv = fused([p.weight for p in projections], qkv)
+        self.qkv = fused([p.weight for p in projections]) if qkv is None else qkv
         self.qkv_bias = fused([p.bias for p in projections]) if attention.q_proj.bias is not None else None
         self.q_norm, self.k_norm = (getattr(getattr(attention, name, None), "weight", None) for name in NORMS)
         self.output = attention.o_proj
@@ -89,36 +123,49 @@ class PagedLayer:
         shape = (num_pages, self.num_kv_heads, PAGE_SIZE, head_dim)
         self.k_pages, self.v_pages = self.qkv.new_zeros(shape), self.qkv.new_zeros(shape)
 
-    def forward(self, x: Tensor, places: Places, rope: tuple[Tensor, Tensor], eps: float, causal: bool) -> Tensor:
-        """[N, Q, H] -> [N, Q, H]; writes the pass's keys and values, then reads those of the whole rows."""
-        rows, size, hidden = x.shape
-        normed = rms_norm(x, (hidden,), self.norms[0], eps)
-        queries = self.write(linear(normed, self.qkv, self.qkv_bias), places, rope, eps)
-        queries = queries.view(rows, size, self.num_heads, self.head_dim)
-        mixed = paged_attention(
-            queries, self.k_pages, self.v_pages, places.page_table, places.kv_lengths, causal, places.query_lengths
-        )
-        x = x + self.output(mixed.flatten(-2))
-        normed = rms_norm(x, (hidden,), self.norms[1], eps)
+    def start(
+        self, places: Places, rope: tuple[Tensor, Tensor], eps: float, causal: bool, num_queries: int | None
+    ) -> Pass:
+        """A pass over layers like this one, with so many queries a row; None: keys and values are written only."""
+        if self.k_pages.is_cuda:
+            return Pass(places, rope, eps, causal, None, None)
+        writing = plan_writing(places.positions.flatten(), *rope, places.slots.flatten(), self.k_pages)
+        reading = None
+        if num_queries is not None:
+            table = (places.page_table, places.kv_lengths)
+            reading = plan_reading(*table, num_queries, self.num_heads, self.k_pages, causal, places.query_lengths)
+        return Pass(places, rope, eps, causal, writing, reading)
+
+    def forward(self, x: Tensor, run: Pass) -> Tensor:
+        """[N, Q, H] -> [N, Q, H] (or [M, H]); writes the pass's keys and values, then reads those of the whole rows."""
+        places = run.places
+        normed = rms_norm(x, x.shape[-1:], self.norms[0], run.eps)
+        queries = self.write(linear(normed, self.qkv, self.qkv_bias), run)
+        queries = places.spread(queries.view(*x.shape[:-1], self.num_heads, self.head_dim))
+        table, lengths = (places.page_table, places.kv_lengths), places.query_lengths
+        mixed = paged_attention(queries, self.k_pages, self.v_pages, *table, run.causal, lengths, reading=run.reading)
+        x = x + self.output(places.pack(mixed).flatten(-2))
+        normed = rms_norm(x, x.shape[-1:], self.norms[1], run.eps)
         gate, up = linear(normed, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
         return x + self.down(silu(gate) * up)
 
-    def write(self, projected: Tensor, places: Places, rope: tuple[Tensor, Tensor], eps: float) -> Tensor | None:
-        """Split [N, Q, (q +) k + v] into heads, write keys and values, return the rotated queries [N * Q, heads, d]."""
-        heads = projected.flatten(0, 1).unflatten(-1, (-1, self.head_dim))
+    def write(self, projected: Tensor, run: Pass) -> Tensor | None:
+        """Split [..., (q +) k + v] into heads, write keys and values, return the rotated queries [tokens, heads, d]."""
+        heads = projected.view(-1, projected.shape[-1] // self.head_dim, self.head_dim)
         queries, keys, values = heads.tensor_split([-2 * self.num_kv_heads, -self.num_kv_heads], dim=1)
         return norm_rope(
             queries if queries.shape[1] else None,
             keys,
             values,
-            places.positions.flatten(),
-            *rope,
+            run.places.positions.flatten(),
+            *run.rope,
             self.k_pages,
             self.v_pages,
-            places.slots.flatten(),
+            run.places.slots.flatten(),
             self.q_norm,
             self.k_norm,
-            eps,
+            run.eps,
+            run.writing,
         )
 
 
@@ -134,17 +181,24 @@ class PagedTarget:
         self.layers = [PagedLayer(layer, head_dim, num_pages) for layer in body.layers]
         rotary = body.rotary_emb
         self.rope = rope_tables(rotary.inv_freq.float(), max_pages * PAGE_SIZE, rotary.attention_scaling)
-        self.logits = target.logits
 
     def forward(self, token_ids: Tensor, places: Places) -> TargetOutput:
-        """Run [N, Q] ids: hidden [N, Q, H] after the final norm, features [N, Q, C * H] of the captured layers."""
-        x, captured = embedding(token_ids, self.embed), []
+        """Run [N, Q] ids: hidden [N, Q, H] after the final norm, features [N, Q, C * H] of the captured layers.
+
+        With a packing both are [M, ...].
+        """
+        x, captured = embedding(places.pack(token_ids), self.embed), []
+        run = self.layers[0].start(places, self.rope, self.eps, True, token_ids.shape[1])
         for index, layer in enumerate(self.layers):
-            x = layer.forward(x, places, self.rope, self.eps, causal=True)
+            x = layer.forward(x, run)
             if index in self.layer_ids:
                 captured.append(x)
-        hidden = rms_norm(x, (x.shape[-1],), self.norm, self.eps)
+        hidden = rms_norm(x, x.shape[-1:], self.norm, self.eps)
         return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else hidden[..., :0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """lm_head of final states [..., H] -> [..., V] in the target's type: verification widens what it reads."""
+        return linear(hidden, self.lm_head)
 
 
 class PagedDrafter:
@@ -162,8 +216,9 @@ class PagedDrafter:
         self.eps, self.norm = shape.rms_norm_eps, drafter.norm.weight
         self.dtype, self.context_width = drafter.fc.weight.dtype, shape.hidden_size
         # one tensor for all layers, so that the context's keys and values of all layers are one product
-        query_width, kv_width = shape.num_heads * shape.head_dim, 2 * shape.num_kv_heads * shape.head_dim
-        weights = drafter.fc.weight.new_empty(shape.num_layers, query_width + kv_width, shape.hidden_size)
+        query_width = shape.num_heads * shape.head_dim
+        weights = fused([p.weight for layer in drafter.layers for p in projections_of(layer)])
+        weights = weights.view(shape.num_layers, -1, shape.hidden_size)
         self.layers = [
             PagedLayer(layer, shape.head_dim, num_pages, qkv)
             for layer, qkv in zip(drafter.layers, weights, strict=True)
@@ -194,16 +249,18 @@ class PagedDrafter:
         block_ids = torch.full_like(places.positions, model.spec.mask_token_id)
         block_ids[:, 0] = anchor_ids
         x = embedding(block_ids, model.embed).to(self.dtype)
+        run = self.layers[0].start(places, self.rope, self.eps, False, self.block_size)
         for layer in self.layers:
-            x = layer.forward(x, places, self.rope, self.eps, causal=False)
+            x = layer.forward(x, run)
         return rms_norm(x[:, -self.num_slots :], (x.shape[-1],), self.norm, self.eps)
 
     def append(self, features: Tensor, places: Places) -> Tensor:
-        """Write the context of the target's features [N, Q, C * H] to the pages and return it, [N, Q, H]."""
+        """Write the context of the target's features [N, Q, C * H] (or [M, C * H]) to the pages; return it."""
         context = self.fuse(features.to(self.dtype))
-        projected = torch.matmul(context.flatten(0, 1), self.context_weights)  # [L, N * Q, kv_width]
+        projected = torch.matmul(context.flatten(0, -2), self.context_weights)  # [L, N * Q, kv_width]
+        run = self.layers[0].start(places, self.rope, self.eps, False, None)
         for layer, part in zip(self.layers, projected, strict=True):
-            layer.write(part.view(*context.shape[:2], -1), places, self.rope, self.eps)
+            layer.write(part, run)
         return context
 
 

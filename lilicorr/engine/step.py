@@ -24,6 +24,7 @@ from torch import Tensor
 from lilicorr.blocks import Proposal, Verdict, prefix_length
 from lilicorr.engine.model import PagedDrafter, PagedTarget, Places, page_slots
 from lilicorr.engine.row import RowState
+from lilicorr.engine.trim import choose, survival_of
 from lilicorr.kernels.accept import accept
 from lilicorr.logprobs import logprob_table
 from lilicorr.processing import process
@@ -67,28 +68,37 @@ class Outcome:
     runs: Tensor
     logprobs: Tensor | None = None  # [N, S + 1, ...] `logprob_table` of the tokens, where the mix has log-probabilities
     prompt_logprobs: Tensor | None = None  # [K, Q, ...] of what follows in the pieces reported on, where there are any
+    survival: Tensor | None = None  # [N, S] of `trim.survival_of`, where blocks may be verified in part
 
 
 class Step:
     """The step of a target and a draft model (None: autoregression) over the rows of `state`.
 
     `width` is the number of positions of a row in the target's pass: the block size, or more where all passes are
-    to have one shape; then (`one_shape`) prefill makes logits of all its positions too.
+    to have one shape; then (`one_shape`) prefill makes logits of all its positions too. With `trims` blocks may be
+    verified in part, and `decode` says how sure the head was.
     """
 
     def __init__(
-        self, target: PagedTarget, drafter: PagedDrafter | None, state: RowState, width: int, one_shape: bool
+        self,
+        target: PagedTarget,
+        drafter: PagedDrafter | None,
+        state: RowState,
+        width: int,
+        one_shape: bool,
+        trims: bool = False,
     ) -> None:
         self.target, self.drafter, self.state = target, drafter, state
-        self.width, self.one_shape = width, one_shape
+        self.width, self.one_shape, self.trims = width, one_shape, trims
         self.num_slots = drafter.num_slots if drafter is not None else 0
         assert width > self.num_slots, f"{width} positions cannot hold an anchor and {self.num_slots} drafts"
 
     @torch.no_grad()
-    def decode(self, rows: Tensor, num_pages: int, mix: Mix) -> Outcome:
+    def decode(self, rows: Tensor, num_pages: int, mix: Mix, width: int | None = None) -> Outcome:
         """Decode one block of each of `rows` [N], none of which needs more than `num_pages` pages.
 
-        Rows that are not active commit nothing.
+        With `width` the target runs over N * `width` positions (see `trim`), else over whole blocks. Rows that are not
+        active commit nothing.
         """
         state, num_tokens = self.state, self.num_slots + 1
         active, starts, anchor_ids = state.active[rows], state.lengths[rows], state.anchor_ids[rows]
@@ -101,19 +111,27 @@ class Step:
             block = _first(places, self.drafter.block_size, active * (starts + self.drafter.block_size))
             draft = self.drafter.draft(anchor_ids, state.anchor_context[rows], block)
             proposal = self.drafter.head.propose(draft, sampling)
+            if self.trims:
+                confidence = self.drafter.head.step_confidence(draft, proposal)
+                survival = survival_of(confidence, proposal.lengths, active)
+            if width is not None:
+                proposal, places = _cut(proposal, places, survival, width)
 
         padding = anchor_ids[:, None].expand(-1, self.width - num_tokens)
         output = self.target.forward(torch.cat([anchor_ids[:, None], proposal.token_ids, padding], dim=1), places)
-        logits = self.target.logits(output.hidden)[:, :num_tokens].contiguous()
+        logits = places.spread(self.target.logits(output.hidden))[:, :num_tokens].contiguous()
         verdict = accept(proposal, self._processed(rows, logits, proposal, mix), sampling)
 
         context = None
         if self.drafter is not None:
-            committed = _first(places, num_tokens, places.kv_lengths)
             kept = torch.arange(num_tokens, device=rows.device) <= verdict.num_accepted[:, None]
-            committed = replace(committed, slots=committed.slots.where(kept, -1))
-            context = self.drafter.append(output.features[:, :num_tokens], committed)
-        return self._commit(rows, starts, active, proposal, verdict, logits, mix, context)
+            features = output.features
+            if places.packing is None:
+                features, places = features[:, :num_tokens], _first(places, num_tokens, places.kv_lengths)
+            committed = replace(places, slots=places.slots.where(places.pack(kept), -1))
+            context = places.spread(self.drafter.append(features, committed))
+        outcome = self._commit(rows, starts, active, proposal, verdict, logits, mix, context)
+        return replace(outcome, survival=survival) if self.trims else outcome
 
     @torch.no_grad()
     def prefill(self, pieces: Prefill, num_pages: int, mix: Mix) -> Outcome:
@@ -205,6 +223,22 @@ def _places(
     """Positions starts, starts + 1, ... of each row [N], written where `write` [N, Q]."""
     positions = starts[:, None] + torch.arange(write.shape[1], device=starts.device)
     return Places(positions, page_slots(page_table, positions, write), page_table, kv_lengths, query_lengths)
+
+
+def _cut(proposal: Proposal, places: Places, survival: Tensor, width: int) -> tuple[Proposal, Places]:
+    """Proposal and places of a pass that runs `width` positions a row in the mean."""
+    packing = choose(survival, width)
+    lengths = packing.lengths if proposal.lengths is None else packing.lengths.minimum(proposal.lengths)
+    num_queries = packing.lengths + 1
+    places = replace(
+        places,
+        positions=packing.pack(places.positions),
+        slots=packing.pack(places.slots),
+        kv_lengths=torch.where(places.kv_lengths > 0, places.positions[:, 0] + num_queries, 0),
+        query_lengths=num_queries,
+        packing=packing,
+    )
+    return replace(proposal, lengths=lengths), places
 
 
 def _first(places: Places, count: int, kv_lengths: Tensor) -> Places:

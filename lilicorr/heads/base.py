@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lilicorr.blocks import IN_PLACE, BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal, prefix_length, wide
+from lilicorr.kernels.topk_lse import topk_lse
 from lilicorr.losses import diagnostic
 from lilicorr.verify import PROPOSAL_DRAW, Sampling, draw, target_probs, uniform
 
@@ -71,6 +72,21 @@ class Head(nn.Module):
     def loss(self, draft: DraftOutput, labels: BlockLabels, progress: float) -> dict[str, LossTerm]:
         """The terms of the objective on these blocks; `progress` is the share of the run that is done, in [0, 1]."""
         raise NotImplementedError
+
+    @property
+    def samples(self) -> bool:
+        """Whether its proposals may be drawn: the sampled contract."""
+        return getattr(self.config, "contract", DETERMINISTIC) == SAMPLED
+
+    def step_confidence(self, draft: DraftOutput, proposal: Proposal) -> Tensor:
+        """How likely each drafted token is accepted once those before it are, [N, S] in [0, 1], at least fp32.
+
+        What the proposal says of itself, else the drafter's own probability of its likeliest token.
+        """
+        if proposal.confidence is not None:
+            return proposal.confidence
+        values, _, lse = topk_lse(draft.logits.flatten(0, 1), 1)
+        return (values[:, 0] - lse).exp().view(proposal.token_ids.shape)
 
 
 def check_choice(name: str, value: str, allowed: Collection[str]) -> None:

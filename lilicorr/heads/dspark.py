@@ -157,8 +157,7 @@ class DSparkHead(Head):
         if not self.config.confidence_threshold:
             return proposal
         # A slot's confidence has seen the tokens before it and not its own: exactness needs no more.
-        confidence = torch.sigmoid(self.confidence(draft, proposal.token_ids))
-        lengths = prefix_length(confidence >= self.config.confidence_threshold)
+        lengths = prefix_length(self.step_confidence(draft, proposal) >= self.config.confidence_threshold)
         return dataclasses.replace(proposal, lengths=lengths)
 
     def confidence(self, draft: DraftOutput, token_ids: Tensor) -> Tensor:
@@ -169,6 +168,12 @@ class DSparkHead(Head):
         if self.config.detach_confidence:
             seen = seen.detach()
         return wide(self.confidence_head.proj(seen)[..., 0])
+
+    def step_confidence(self, draft: DraftOutput, proposal: Proposal) -> Tensor:
+        """The confidence head's word where there is one; see `Head`."""
+        if not self.config.enable_confidence_head:
+            return super().step_confidence(draft, proposal)
+        return torch.sigmoid(self.confidence(draft, proposal.token_ids))
 
     def corrected(self, draft: DraftOutput, token_ids: Tensor) -> Tensor:
         """Logits [N, S, D] of every slot, given that the tokens before it are `token_ids` [N, S]."""

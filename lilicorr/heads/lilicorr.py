@@ -174,8 +174,8 @@ class LiLiCorrHead(Head):
 
             return roll_out(step, draft, SAMPLED, sampling)
         vectors = self._vectors(draft, lattice, build_nodes)
-        ranks, _ = match_walk(*vectors, self.config.logit_scale, self.config.vector_eps, self.config.walk)
-        return Proposal(lattice.token_ids.gather(-1, ranks[..., None])[..., 0])
+        ranks, confidence = match_walk(*vectors, self.config.logit_scale, self.config.vector_eps, self.config.walk)
+        return Proposal(lattice.token_ids.gather(-1, ranks[..., None])[..., 0], confidence=confidence)
 
     def scores(self, draft: DraftOutput, lattice: Lattice) -> tuple[Tensor, Tensor]:
         """Eq. (1): sigma times the cosine of every out vector with the in vectors of the next slot; differentiable.

@@ -7,6 +7,8 @@ written into the pages before (`norm_rope`), so all keys are read in one way. Pa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +29,51 @@ def last_visible(num_queries: int, kv_lengths: Tensor, causal: bool, query_lengt
     return seen.masked_fill(index >= lengths[:, None], -1)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What the reference needs besides queries and pages; the same for all layers of a pass (see `plan_reading`)."""
+
+    rows: Tensor  # [N * kv heads * P] rows of the pages seen as [pages * kv heads, page size * D]
+    unwritten: Tensor  # [N, 1, L, 1] bool, the last L places of the table, true behind a row's length
+    bias: Tensor  # [N, 1, group * Q, P * page size] 0 where a query sees a key, else -inf
+    unseeing: Tensor | None  # [N, Q, 1, 1] bool, queries without a key; None: there is none
+
+    def gather(self, pages: Tensor) -> Tensor:
+        """The pages of every row as one [N, kv heads, P * page size, D], a copy; what was never written is 0 there."""
+        num_kv_heads, page_size, width = pages.shape[1:]
+        rows = pages.view(-1, page_size * width).index_select(0, self.rows)
+        whole = rows.view(len(self.unwritten), num_kv_heads, -1, width)
+        # it may be NaN, which no mask of the scores hides
+        whole[:, :, whole.shape[2] - self.unwritten.shape[2] :].masked_fill_(self.unwritten, 0)
+        return whole
+
+
+def plan_reading(
+    page_table: Tensor,
+    kv_lengths: Tensor,
+    num_queries: int,
+    num_heads: int,
+    pages: Tensor,
+    causal: bool,
+    query_lengths: Tensor | None = None,
+) -> Reading:
+    """What the reference's calls with these arguments share; `pages` is any layer's."""
+    num_kv_heads, page_size = pages.shape[1:3]
+    heads = torch.arange(num_kv_heads, device=pages.device)[:, None]
+    rows = page_table.clamp_min(0).long()[:, None] * num_kv_heads + heads
+    # the whole table, whatever the lengths: the shapes, and with them the rounding, are the caller's choice
+    places = torch.arange(page_table.shape[1] * page_size, device=pages.device)
+    seen = last_visible(num_queries, kv_lengths, causal, query_lengths)
+    bias = torch.zeros(len(seen), num_queries, len(places), dtype=pages.dtype, device=pages.device)
+    bias.masked_fill_(places > seen[..., None], float("-inf"))
+    # the heads that share keys are rows of one product
+    bias = bias[:, None].expand(-1, num_heads // num_kv_heads, -1, -1).flatten(1, 2)[:, None]
+    shortest = int(kv_lengths.min()) if len(kv_lengths) else 0
+    unwritten = (places[shortest:] >= kv_lengths[:, None])[:, None, :, None]
+    unseeing = (seen < 0)[..., None, None]
+    return Reading(rows.flatten(), unwritten, bias, unseeing if unseeing.any() else None)
+
+
 def paged_attention_reference(
     queries: Tensor,
     k_pages: Tensor,
@@ -36,26 +83,18 @@ def paged_attention_reference(
     causal: bool,
     query_lengths: Tensor | None = None,
     scale: float | None = None,
+    reading: Reading | None = None,
 ) -> Tensor:
     """The definition of `paged_attention`."""
-    num_kv_heads, page_size = k_pages.shape[1:3]
     num_queries, num_heads = queries.shape[1:3]
-    # the whole table, whatever the lengths: the shapes, and with them the rounding, are the caller's choice
-    pages, shape = page_table.clamp_min(0).long().flatten(), page_table.shape
-    keys, values = (
-        x.index_select(0, pages).unflatten(0, shape).transpose(1, 2).flatten(2, 3) for x in (k_pages, v_pages)
-    )
-    places = torch.arange(page_table.shape[1] * page_size, device=queries.device)
-    # what was never written may be NaN, which no mask of the scores hides
-    unwritten = (places >= kv_lengths[:, None])[:, None, :, None]
-    keys, values = keys.masked_fill(unwritten, 0), values.masked_fill(unwritten, 0)
-    seen = last_visible(num_queries, kv_lengths, causal, query_lengths)
-    # the heads that share keys become rows of one product: [N, kv, group * Q, D]
-    grouped = queries.transpose(1, 2).unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
-    mask = (places <= seen[..., None])[:, None].expand(-1, num_heads // num_kv_heads, -1, -1).flatten(1, 2)[:, None]
-    mixed = nn.functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    if reading is None:
+        shape = (num_queries, num_heads, k_pages)
+        reading = plan_reading(page_table, kv_lengths, *shape, causal, query_lengths)
+    grouped = queries.transpose(1, 2).unflatten(1, (k_pages.shape[1], -1)).flatten(2, 3)  # [N, kv, group * Q, D]
+    keys, values = reading.gather(k_pages), reading.gather(v_pages)
+    mixed = nn.functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=reading.bias, scale=scale)
     mixed = mixed.unflatten(2, (-1, num_queries)).flatten(1, 2).transpose(1, 2)
-    return mixed.masked_fill(seen[..., None, None] < 0, 0)
+    return mixed if reading.unseeing is None else mixed.masked_fill(reading.unseeing, 0)
 
 
 @jit
@@ -192,6 +231,7 @@ def paged_attention(
     causal: bool,
     query_lengths: Tensor | None = None,
     scale: float | None = None,
+    reading: Reading | None = None,
 ) -> Tensor:
     """Softmax attention of queries [N, Q, heads, D] over the keys and values of their rows' pages: same shape.
 
@@ -199,7 +239,8 @@ def paged_attention(
     length are not read; kv_lengths [N] int counts a row's keys with the block's own, which are the last of them.
     `causal`: query i stands `query_lengths - 1 - i` places before the last key and sees nothing behind itself;
     otherwise every query sees every key. query_lengths [N] int, None for all Q: the queries behind it are padding
-    and give 0, as does a row of length 0. `scale` is 1 / sqrt(D) where None.
+    and give 0, as does a row of length 0. `scale` is 1 / sqrt(D) where None. `reading` is `plan_reading` of the same
+    arguments, which calls on a CPU may share; the kernel reads the table itself.
     """
-    version = paged_attention_triton if queries.is_cuda else paged_attention_reference
-    return version(queries, k_pages, v_pages, page_table, kv_lengths, causal, query_lengths, scale)
+    arguments = (queries, k_pages, v_pages, page_table, kv_lengths, causal, query_lengths, scale)
+    return paged_attention_triton(*arguments) if queries.is_cuda else paged_attention_reference(*arguments, reading)

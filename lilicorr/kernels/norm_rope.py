@@ -6,6 +6,8 @@ queries for the drafter's context. Paper: section 3.1 (target and drafter are Qw
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
@@ -20,13 +22,37 @@ def rope_tables(inv_freq: Tensor, num_positions: int, scaling: float = 1.0) -> t
     return angles.cos() * scaling, angles.sin() * scaling
 
 
-def _norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Writing:
+    """What the reference needs besides heads and pages; the same for all layers of a pass (see `plan_writing`)."""
+
+    cos: Tensor  # [T, 1, D], at least fp32
+    sin: Tensor  # [T, 1, D], negative in the first half
+    written: Tensor | None  # [W] tokens that are written; None: all
+    rows: Tensor  # [W * kv heads] their rows of the pages seen as [pages * kv heads * page size, D]
+
+
+def plan_writing(positions: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pages: Tensor) -> Writing:
+    """What the reference's calls with these arguments share; `pages` is any layer's."""
+    kind = wide(pages[:0]).dtype
+    cos, sin = (table.index_select(0, positions).to(kind)[:, None] for table in (cos, sin))
+    num_kv_heads, page_size = pages.shape[1:3]
+    written = (slots >= 0).nonzero()[:, 0]
+    everything = len(written) == len(slots)
+    slots = slots if everything else slots.index_select(0, written)
+    heads = torch.arange(num_kv_heads, device=slots.device)
+    rows = (slots // page_size * num_kv_heads)[:, None].add(heads) * page_size + (slots % page_size)[:, None]
+    full = (torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
+    return Writing(*full, None if everything else written, rows.flatten())
+
+
+def _norm_rotate(x: Tensor, weight: Tensor | None, eps: float, writing: Writing) -> Tensor:
     """RMSNorm over the head where there is a weight, then rotation in the half-split convention: [T, heads, D]."""
     full = wide(x)
     if weight is not None:
         full = rms_norm(full, weight.shape, weight.to(full.dtype), eps)
-    first, second = full.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    swapped = full.roll(full.shape[-1] // 2, dims=-1)  # (second half, first half)
+    return (full * writing.cos).addcmul_(swapped, writing.sin).to(x.dtype)
 
 
 def norm_rope_reference(
@@ -42,19 +68,16 @@ def norm_rope_reference(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
+    writing: Writing | None = None,
 ) -> Tensor | None:
     """The definition of `norm_rope`."""
-    cos, sin = (table.index_select(0, positions)[:, None] for table in (cos, sin))
-    written = (slots >= 0).nonzero()[:, 0]
-    num_kv_heads, page_size, width = k_pages.shape[1:]
-    # the pages as rows [pages * kv heads * page size, D]: copying whole rows is what the CPU does fast
-    slots = slots.index_select(0, written)
-    heads = torch.arange(num_kv_heads, device=slots.device)
-    rows = (slots // page_size * num_kv_heads)[:, None].add(heads) * page_size + (slots % page_size)[:, None]
-    for pages, new in ((k_pages, _norm_rotate(keys, k_weight, eps, cos, sin)), (v_pages, values)):
-        new = new.index_select(0, written).reshape(-1, width).to(pages.dtype)
-        pages.view(-1, width).index_copy_(0, rows.flatten(), new)
-    return None if queries is None else _norm_rotate(queries, q_weight, eps, cos, sin)
+    writing = plan_writing(positions, cos, sin, slots, k_pages) if writing is None else writing
+    width = k_pages.shape[-1]
+    for pages, new in ((k_pages, _norm_rotate(keys, k_weight, eps, writing)), (v_pages, values)):
+        new = new if writing.written is None else new.index_select(0, writing.written)
+        # copying whole rows is what the CPU does fast
+        pages.view(-1, width).index_copy_(0, writing.rows, new.reshape(-1, width).to(pages.dtype))
+    return None if queries is None else _norm_rotate(queries, q_weight, eps, writing)
 
 
 @jit
@@ -184,6 +207,7 @@ def norm_rope(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
+    writing: Writing | None = None,
 ) -> Tensor | None:
     """Normalise and rotate queries and keys, write keys and values into the pages, return the queries.
 
@@ -192,6 +216,7 @@ def norm_rope(
     k_pages and v_pages [pages, kv heads, page size, D] are written in place: token t goes to place slots[t] %
     page size of page slots[t] // page size; slots [T] int64, a negative one is not written. q_weight and k_weight
     [D] are Qwen3's head norms, None for Llama. Returns [T, heads, D] contiguous, or None. Sums are at least fp32.
+    `writing` is `plan_writing` of the same arguments, which calls on a CPU may share; the kernel needs none.
     """
-    version = norm_rope_triton if keys.is_cuda else norm_rope_reference
-    return version(queries, keys, values, positions, cos, sin, k_pages, v_pages, slots, q_weight, k_weight, eps)
+    arguments = (queries, keys, values, positions, cos, sin, k_pages, v_pages, slots, q_weight, k_weight, eps)
+    return norm_rope_triton(*arguments) if keys.is_cuda else norm_rope_reference(*arguments, writing)

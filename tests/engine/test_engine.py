@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from toys import (
-    ScriptedHead,
-    answer_of,
-    random_prompts,
-    reference_runs,
-    requests_of,
-    run_all,
-    runs_of,
-    toy_draft_model,
-    toy_engine,
-    toy_target,
-)
+import toys
 
 from lilicorr.config import EngineConfig
 from lilicorr.decode import Decoder, SamplingParams
-from lilicorr.engine.engine import Engine
 from lilicorr.engine.request import Request
 from lilicorr.heads import HEADS
 
 
 def test_generate_is_the_reference_decoder() -> None:
-    target = toy_target(vocab=67)
-    prompts = random_prompts(5, vocab=60)
+    target = toys.toy_target(vocab=67)
+    prompts = toys.random_prompts(5, vocab=60)
     params = [SamplingParams(limit, stop_ids=(7,)) for limit in (1, 30, 12, 3, 20)]
-    for draft_model in (None, toy_draft_model(target, "argmax")):
-        decoder, engine = Decoder(target, draft_model), toy_engine(target, draft_model)
+    for draft_model in (None, toys.toy_draft_model(target, "argmax")):
+        decoder, engine = Decoder(target, draft_model), toys.toy_engine(target, draft_model)
         for got, prompt, settings in zip(engine.generate(prompts, params), prompts, params, strict=True):
             wanted = decoder.generate(prompt, settings)
             for name in ("token_ids", "finish_reason", "num_blocks", "num_block_tokens"):
@@ -44,7 +30,7 @@ def test_generate_is_the_reference_decoder() -> None:
 
 
 def test_requests_that_cannot_be_served() -> None:
-    engine = toy_engine(toy_target(), None, num_pages=4, max_model_len=300)
+    engine = toys.toy_engine(toys.toy_target(), None, num_pages=4, max_model_len=300)
 
     def request(**changes: object) -> Request:
         settings = dict(prompt=[1, 2], limit=3, stop_ids=()) | changes
@@ -71,7 +57,7 @@ def test_requests_that_cannot_be_served() -> None:
 
 
 def test_settings_that_make_no_engine() -> None:
-    target = toy_target()
+    target = toys.toy_target()
     for settings in (
         dict(max_running=0),
         dict(prefill_tokens=0),
@@ -83,15 +69,15 @@ def test_settings_that_make_no_engine() -> None:
         with pytest.raises(ValueError, match=next(iter(settings))):
             EngineConfig(**settings)
     with pytest.raises(ValueError, match="deterministic_width must be at least 4, anchor and slots, got 3"):
-        toy_engine(target, toy_draft_model(target, "argmax"), deterministic=True, deterministic_width=3)
+        toys.toy_engine(target, toys.toy_draft_model(target, "argmax"), deterministic=True, deterministic_width=3)
 
 
 @pytest.mark.parametrize("steps_behind", [0, 1])
 def test_an_aborted_request_gives_everything_back_and_says_no_more(steps_behind: int) -> None:
-    target = toy_target(vocab=67)
-    requests = requests_of(random_prompts(3, vocab=60), lambda i: SamplingParams(60))
-    expected = reference_runs(target, None, requests)
-    engine = toy_engine(target, None, max_running=2, steps_behind=steps_behind, prefix_cache=False)
+    target = toys.toy_target(vocab=67)
+    requests = toys.requests_of(toys.random_prompts(3, vocab=60), lambda i: SamplingParams(60))
+    expected = toys.reference_runs(target, None, requests)
+    engine = toys.toy_engine(target, None, max_running=2, steps_behind=steps_behind, prefix_cache=False)
     for request in requests:
         engine.submit(request)
     chunks = [chunk for _ in range(5) for chunk in engine.step()]
@@ -104,12 +90,12 @@ def test_an_aborted_request_gives_everything_back_and_says_no_more(steps_behind:
     while engine.busy:
         later += engine.step()
     assert {chunk.request_id for chunk in later} == {"0", "2"}
-    assert answer_of([c for c in later if c.request_id == "2"]) == sum(expected["2"], [])
+    assert toys.answer_of([c for c in later if c.request_id == "2"]) == sum(expected["2"], [])
     assert engine.pool.num_free == 40
 
 
 def test_a_request_that_ends_and_is_aborted_in_the_same_step() -> None:
-    engine = toy_engine(toy_target(), None, steps_behind=1)
+    engine = toys.toy_engine(toys.toy_target(), None, steps_behind=1)
     engine.submit(Request("a", [1, 2], SamplingParams(1)))
     assert engine.step() == []  # the host is a step behind
     engine.abort("a")
@@ -120,7 +106,7 @@ def test_a_request_that_ends_and_is_aborted_in_the_same_step() -> None:
 
 def test_pages_in_flight_are_not_handed_out() -> None:
     """A request is aborted while a step may still write to its pages."""
-    engine = toy_engine(toy_target(), None, steps_behind=1, num_pages=2, prefix_cache=False)
+    engine = toys.toy_engine(toys.toy_target(), None, steps_behind=1, num_pages=2, prefix_cache=False)
     engine.submit(Request("a", 70 * [1], SamplingParams(20)))
     engine.step()
     engine.abort("a")
@@ -134,64 +120,70 @@ def test_pages_in_flight_are_not_handed_out() -> None:
 
 @pytest.mark.parametrize("index", [0, 1, 5, 7, 8])  # prefill; first, inside and last of a block
 def test_a_stop_token_ends_the_answer_on_the_device(index: int) -> None:
-    target, prompt = toy_target(vocab=67), [3, 1, 4]
+    target, prompt = toys.toy_target(vocab=67), [3, 1, 4]
     settings = dict(temperature=3.0, seed=2)
     text = Decoder(target, None).generate(prompt, SamplingParams(14, **settings)).token_ids
     assert text.index(text[index]) == index
-    draft_model = toy_draft_model(target, "argmax", block_size=8)
-    draft_model.head = ScriptedHead({2: prompt + text}, lambda seed, position, token: token)
-    engine = toy_engine(target, draft_model, steps_behind=1)
+    draft_model = toys.toy_draft_model(target, "argmax", block_size=8)
+    draft_model.head = toys.ScriptedHead({2: prompt + text}, lambda seed, position, token: token)
+    engine = toys.toy_engine(target, draft_model, steps_behind=1)
     request = Request("a", prompt, SamplingParams(14, stop_ids=(text[index], 66), **settings))
-    chunks = run_all(engine, [request])["a"]
-    assert answer_of(chunks) == text[: index + 1] and chunks[-1].finish_reason == "stop"
-    assert runs_of(chunks) == reference_runs(target, draft_model, [request])["a"]
+    chunks = toys.run_all(engine, [request])["a"]
+    assert toys.answer_of(chunks) == text[: index + 1] and chunks[-1].finish_reason == "stop"
+    assert toys.runs_of(chunks) == toys.reference_runs(target, draft_model, [request])["a"]
     assert engine.counters.num_tokens == index + 1
 
 
 def test_the_context_may_be_filled_to_its_last_position() -> None:
-    target = toy_target(vocab=67)
+    target = toys.toy_target(vocab=67)
     prompt = [1 + i % 60 for i in range(497)]
     for head in (None, *HEADS):
-        draft_model = toy_draft_model(target, head, block_size=16) if head else None
+        draft_model = toys.toy_draft_model(target, head, block_size=16) if head else None
         request = Request("a", prompt, SamplingParams(15))
-        expected = reference_runs(target, draft_model, [request])["a"]
-        assert runs_of(run_all(toy_engine(target, draft_model), [request])["a"]) == expected
+        expected = toys.reference_runs(target, draft_model, [request])["a"]
+        assert toys.runs_of(toys.run_all(toys.toy_engine(target, draft_model), [request])["a"]) == expected
         with pytest.raises(ValueError, match="497 tokens.*16.*513.*512"):
-            toy_engine(target, draft_model).submit(Request("a", prompt, SamplingParams(16)))
+            toys.toy_engine(target, draft_model).submit(Request("a", prompt, SamplingParams(16)))
 
 
 def test_only_requests_of_the_same_salt_share_pages() -> None:
-    engine, prompt = toy_engine(toy_target(), None), 70 * [3]
+    engine, prompt = toys.toy_engine(toys.toy_target(), None), 70 * [3]
     for name, salt, cached in (("a", "", 0), ("b", "x", 0), ("c", "x", 64), ("d", "", 128)):
-        run_all(engine, [Request(name, prompt, SamplingParams(2), salt)])
+        toys.run_all(engine, [Request(name, prompt, SamplingParams(2), salt)])
         assert engine.scheduler.num_cached_tokens == cached
 
 
 def test_a_prompt_of_full_pages_runs_its_last_token_again() -> None:
-    target = toy_target(vocab=67)
-    draft_model, prompt = toy_draft_model(target, "lilicorr"), [1 + i % 7 for i in range(128)]
-    engine, requests = toy_engine(target, draft_model), requests_of(2 * [prompt], lambda i: SamplingParams(20))
-    expected = reference_runs(target, draft_model, requests[:1])["0"]
+    target = toys.toy_target(vocab=67)
+    draft_model, prompt = toys.toy_draft_model(target, "lilicorr"), [1 + i % 7 for i in range(128)]
+    engine, requests = (
+        toys.toy_engine(target, draft_model),
+        toys.requests_of(2 * [prompt], lambda i: SamplingParams(20)),
+    )
+    expected = toys.reference_runs(target, draft_model, requests[:1])["0"]
     for request in requests:
-        assert runs_of(run_all(engine, [request])[request.id]) == expected
+        assert toys.runs_of(toys.run_all(engine, [request])[request.id]) == expected
     assert engine.scheduler.num_cached_tokens == 64
 
 
 def test_an_answer_is_cached_too() -> None:
-    target = toy_target(vocab=67)
-    draft_model = toy_draft_model(target, "argmax")
-    engine, prompt = toy_engine(target, draft_model), [5, 6, 7]
+    target = toys.toy_target(vocab=67)
+    draft_model = toys.toy_draft_model(target, "argmax")
+    engine, prompt = toys.toy_engine(target, draft_model), [5, 6, 7]
     answer = engine.generate([prompt], SamplingParams(130))[0].token_ids
     request = Request("next turn", [*prompt, *answer, 9, 9], SamplingParams(20))
-    assert runs_of(run_all(engine, [request])[request.id]) == reference_runs(target, draft_model, [request])[request.id]
+    assert (
+        toys.runs_of(toys.run_all(engine, [request])[request.id])
+        == toys.reference_runs(target, draft_model, [request])[request.id]
+    )
     assert engine.scheduler.num_cached_tokens == 128
 
 
 def test_long_prompts_are_prefilled_beside_rows_that_decode() -> None:
-    target = toy_target(vocab=67)
-    engine = toy_engine(target, None, prefill_tokens=50, idle_prefill_tokens=100)
-    requests = requests_of([[1, 2, 3], *(2 * [[1 + i % 50 for i in range(400)]])], lambda i: SamplingParams(40))
-    expected = reference_runs(target, None, requests)
+    target = toys.toy_target(vocab=67)
+    engine = toys.toy_engine(target, None, prefill_tokens=50, idle_prefill_tokens=100)
+    requests = toys.requests_of([[1, 2, 3], *(2 * [[1 + i % 50 for i in range(400)]])], lambda i: SamplingParams(40))
+    expected = toys.reference_runs(target, None, requests)
     engine.submit(requests[0])
     chunks, sizes = engine.step(), []
     for request in requests[1:]:
@@ -201,15 +193,15 @@ def test_long_prompts_are_prefilled_beside_rows_that_decode() -> None:
         chunks += engine.step()
         sizes.append(engine.counters.num_prompt_tokens - before)
     for request in requests:
-        assert runs_of([c for c in chunks if c.request_id == request.id]) == expected[request.id]
+        assert toys.runs_of([c for c in chunks if c.request_id == request.id]) == expected[request.id]
     assert sizes[:16] == 16 * [50] and sum(sizes) == 800
 
 
 def test_broken_weights_end_the_request_and_not_the_engine() -> None:
-    target = toy_target()
-    engine = toy_engine(target, toy_draft_model(target, "argmax"))
+    target = toys.toy_target()
+    engine = toys.toy_engine(target, toys.toy_draft_model(target, "argmax"))
     target.lm_head[5] = math.nan
-    (chunk,) = run_all(engine, [Request("a", [1, 2], SamplingParams(3))])["a"]
+    (chunk,) = toys.run_all(engine, [Request("a", [1, 2], SamplingParams(3))])["a"]
     assert chunk.error == "ValueError: the target's logits are NaN at position 2" and chunk.last
     assert not engine.busy and engine.pool.num_used == 0
     with pytest.raises(RuntimeError, match="prompt 0: ValueError: the target's logits are NaN"):
@@ -218,50 +210,17 @@ def test_broken_weights_end_the_request_and_not_the_engine() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_deterministic_answers_have_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
-    target = toy_target(dtype=dtype, vocab=67, hidden=64)
+    target = toys.toy_target(dtype=dtype, vocab=67, hidden=64)
     expected = {}
-    requests = requests_of(random_prompts(9, longest=140, vocab=60), lambda i: SamplingParams(50, seed=i))
+    requests = toys.requests_of(toys.random_prompts(9, longest=140, vocab=60), lambda i: SamplingParams(50, seed=i))
     settings = dict(deterministic=True, deterministic_width=8, max_running=4)
     for head, pages in ((None, 40), ("argmax", 40), ("lilicorr", 9)):
-        draft_model = toy_draft_model(target, head) if head else None
-        engine = toy_engine(target, draft_model, num_pages=pages, prefix_cache=pages == 40, **settings)
-        chunks = run_all(engine, requests)
-        answers = {id: answer_of(of_one) for id, of_one in chunks.items()}
+        draft_model = toys.toy_draft_model(target, head) if head else None
+        engine = toys.toy_engine(target, draft_model, num_pages=pages, prefix_cache=pages == 40, **settings)
+        chunks = toys.run_all(engine, requests)
+        answers = {id: toys.answer_of(of_one) for id, of_one in chunks.items()}
         expected = expected or answers
         assert answers == expected
     assert engine.scheduler.num_preemptions > 0
-    alone = run_all(toy_engine(target, None, **settings), requests[3:4])
-    assert answer_of(alone["3"]) == expected["3"]
-
-
-def test_a_long_run_keeps_nothing() -> None:
-    target = toy_target(vocab=20)
-    engine = toy_engine(target, toy_draft_model(target, "argmax"), steps_behind=1, num_pages=12)
-    counts, last, number = [], engine.counters.num_tokens, 0
-    submit = make_submit(engine)
-    while engine.counters.num_steps < 2000:
-        while len(engine._requests) < 4:
-            submit(number)
-            number += 1
-        engine.step()
-        assert engine.counters.num_tokens >= last
-        last = engine.counters.num_tokens
-        if engine.counters.num_steps in (1000, 2000):
-            gc.collect()
-            counts.append(sum(type(thing) in (torch.Tensor, list, dict) for thing in gc.get_objects()))
-    while engine.busy:
-        engine.step()
-    assert abs(counts[1] - counts[0]) < 100, counts
-    assert engine.pool.num_free == 12 and engine.scheduler.running == []
-    assert last > 5000 and engine.counters.num_blocks > 5000 and engine.scheduler.num_preemptions > 0
-
-
-def make_submit(engine: Engine) -> Callable[[int], None]:
-    """Submits request number i: temperature 1, an answer of up to 120 tokens."""
-    prompts = random_prompts(50, longest=150, vocab=20)
-
-    def submit(number: int) -> None:
-        params = SamplingParams(20 + number % 100, temperature=1.0, seed=number)
-        engine.submit(Request(str(number), prompts[number % 50], params))
-
-    return submit
+    alone = toys.run_all(toys.toy_engine(target, None, **settings), requests[3:4])
+    assert toys.answer_of(alone["3"]) == expected["3"]

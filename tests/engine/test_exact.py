@@ -6,18 +6,7 @@ import random
 
 import pytest
 import torch
-from toys import (
-    ScriptedHead,
-    answer_of,
-    random_prompts,
-    reference_runs,
-    requests_of,
-    run_all,
-    runs_of,
-    toy_draft_model,
-    toy_engine,
-    toy_target,
-)
+import toys
 
 from lilicorr.decode import SamplingParams
 from lilicorr.engine.request import Request, TokenChunk
@@ -30,22 +19,23 @@ STOP = 10
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
 def mixed(request: pytest.FixtureRequest) -> tuple[Target, list[Request], dict[str, list[list[int]]]]:
     """A target, 200 requests and their autoregressive answers."""
-    target, rng = toy_target(request.param), random.Random(1)
+    target, rng = toys.toy_target(request.param), random.Random(1)
     limits = 14 * [150] + [rng.choice([1, 2, 3, 8, 20]) for _ in range(186)]  # the first ones outgrow the pool
-    requests = requests_of(
-        random_prompts(200), lambda i: SamplingParams(limits[i], stop_ids=(STOP,) if i % 3 and i > 13 else (), seed=i)
+    requests = toys.requests_of(
+        toys.random_prompts(200),
+        lambda i: SamplingParams(limits[i], stop_ids=(STOP,) if i % 3 and i > 13 else (), seed=i),
     )
-    return target, requests, reference_runs(target, None, requests)
+    return target, requests, toys.reference_runs(target, None, requests)
 
 
 @pytest.mark.parametrize("head", [None, *HEADS])
 def test_200_mixed_requests(mixed: tuple, head: str | None) -> None:
     target, requests, autoregressive = mixed
-    draft_model = toy_draft_model(target, head) if head else None
-    expected = reference_runs(target, draft_model, requests)
+    draft_model = toys.toy_draft_model(target, head) if head else None
+    expected = toys.reference_runs(target, draft_model, requests)
     for request in requests:
         assert sum(expected[request.id], []) == sum(autoregressive[request.id], [])
-    engine = toy_engine(target, draft_model, max_running=24, steps_behind=int(head is not None))
+    engine = toys.toy_engine(target, draft_model, max_running=24, steps_behind=int(head is not None))
     rng, aborted = random.Random(7), set()
 
     def abort_some(chunks: dict[str, list[TokenChunk]]) -> None:
@@ -55,13 +45,13 @@ def test_200_mixed_requests(mixed: tuple, head: str | None) -> None:
                 engine.abort(request_id)
                 aborted.add(request_id)
 
-    chunks = run_all(engine, requests, arrivals=rng, before_step=abort_some)
+    chunks = toys.run_all(engine, requests, arrivals=rng, before_step=abort_some)
     for request in requests:
         got, wanted = chunks[request.id], expected[request.id]
         if request.id in aborted:
-            assert runs_of(got) == wanted[: len(got)] and not any(chunk.last for chunk in got)
+            assert toys.runs_of(got) == wanted[: len(got)] and not any(chunk.last for chunk in got)
         else:
-            assert runs_of(got) == wanted, request.id
+            assert toys.runs_of(got) == wanted, request.id
             assert got[-1].finish_reason == ("stop" if wanted[-1][-1] in request.params.stop_ids else "length")
     assert len(aborted) > 10
     assert engine.scheduler.num_preemptions > 0 and engine.scheduler.num_cached_tokens > 1000
@@ -72,7 +62,7 @@ def test_200_mixed_requests(mixed: tuple, head: str | None) -> None:
 def check_counters(counters, chunks: dict[str, list[TokenChunk]]) -> None:
     """The totals are those of the chunks."""
     blocks = [chunk for of_one in chunks.values() for chunk in of_one[1:]]
-    assert counters.num_tokens == sum(len(answer_of(of_one)) for of_one in chunks.values())
+    assert counters.num_tokens == sum(len(toys.answer_of(of_one)) for of_one in chunks.values())
     assert counters.num_blocks == len(blocks)
     assert counters.num_block_tokens == sum(len(chunk.token_ids) for chunk in blocks)
     for slot, count in enumerate(counters.accepted_at):
@@ -81,18 +71,18 @@ def check_counters(counters, chunks: dict[str, list[TokenChunk]]) -> None:
 
 def scripted_engine(target: Target, requests: list[Request], script, block_size: int = 16, **config):
     """An engine whose drafts follow the autoregressive answers."""
-    expected = reference_runs(target, None, requests)
+    expected = toys.reference_runs(target, None, requests)
     texts = {r.params.seed: r.prompt_ids + sum(expected[r.id], []) for r in requests}
-    draft_model = toy_draft_model(target, "argmax", block_size)
-    draft_model.head = ScriptedHead(texts, script)
-    return toy_engine(target, draft_model, **config), {id: sum(runs, []) for id, runs in expected.items()}
+    draft_model = toys.toy_draft_model(target, "argmax", block_size)
+    draft_model.head = toys.ScriptedHead(texts, script)
+    return toys.toy_engine(target, draft_model, **config), {id: sum(runs, []) for id, runs in expected.items()}
 
 
 @pytest.fixture(scope="module")
 def long_requests() -> tuple[Target, list[Request]]:
     """Four requests of 200 tokens."""
-    target = toy_target(vocab=67)
-    return target, requests_of(random_prompts(4, vocab=60), lambda i: SamplingParams(200, seed=i))
+    target = toys.toy_target(vocab=67)
+    return target, toys.requests_of(toys.random_prompts(4, vocab=60), lambda i: SamplingParams(200, seed=i))
 
 
 @pytest.mark.parametrize("wrong_slot", range(1, 16))
@@ -106,10 +96,10 @@ def test_drafts_that_are_wrong_at_one_slot(long_requests: tuple, wrong_slot: int
         return (token + 1) % 67 if slot == wrong_slot else token
 
     engine, expected = scripted_engine(target, requests, script)
-    chunks = run_all(engine, requests)
+    chunks = toys.run_all(engine, requests)
     for request in requests:
-        assert answer_of(chunks[request.id]) == expected[request.id]
-        assert {len(run) for run in runs_of(chunks[request.id])[1:-1]} == {wrong_slot}
+        assert toys.answer_of(chunks[request.id]) == expected[request.id]
+        assert {len(run) for run in toys.runs_of(chunks[request.id])[1:-1]} == {wrong_slot}
     assert engine.counters.accepted_at[wrong_slot - 1 :] == (16 - wrong_slot) * [0]
     if wrong_slot == 1:
         assert engine.counters.tau == 1.0
@@ -118,10 +108,10 @@ def test_drafts_that_are_wrong_at_one_slot(long_requests: tuple, wrong_slot: int
 def test_drafts_that_are_always_right(long_requests: tuple) -> None:
     target, requests = long_requests
     engine, expected = scripted_engine(target, requests, lambda seed, position, token: token)
-    chunks = run_all(engine, requests)
+    chunks = toys.run_all(engine, requests)
     for request in requests:
-        assert answer_of(chunks[request.id]) == expected[request.id]
-        assert [len(run) for run in runs_of(chunks[request.id])] == [1, *(12 * [16]), 7]
+        assert toys.answer_of(chunks[request.id]) == expected[request.id]
+        assert [len(run) for run in toys.runs_of(chunks[request.id])] == [1, *(12 * [16]), 7]
 
 
 def test_proposals_that_end_early(long_requests: tuple) -> None:
@@ -129,9 +119,9 @@ def test_proposals_that_end_early(long_requests: tuple) -> None:
     engine, expected = scripted_engine(target, requests, lambda seed, position, token: token)
     head = engine._step.drafter.head
     head.num_verified = lambda position: position % 16
-    chunks = run_all(engine, requests)
+    chunks = toys.run_all(engine, requests)
     for request in requests:
-        assert answer_of(chunks[request.id]) == expected[request.id]
+        assert toys.answer_of(chunks[request.id]) == expected[request.id]
         position = len(request.prompt_ids) + 1
         for chunk in chunks[request.id][1:-1]:
             assert len(chunk.token_ids) == position % 16 + 1
@@ -141,8 +131,8 @@ def test_proposals_that_end_early(long_requests: tuple) -> None:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_one_request_drafts_what_the_reference_drafts(head: str) -> None:
-    target = toy_target()
-    draft_model = toy_draft_model(target, head, block_size=6)
+    target = toys.toy_target()
+    draft_model = toys.toy_draft_model(target, head, block_size=6)
     proposals, propose = [], draft_model.head.propose
 
     def watched(draft, sampling):
@@ -150,71 +140,78 @@ def test_one_request_drafts_what_the_reference_drafts(head: str) -> None:
         return propose(draft, sampling)
 
     draft_model.head.propose = watched
-    for prompt in ([3], random_prompts(1, seed=4)[0], [5, 2] * 32, [1, 2, 7] * 43):
+    for prompt in ([3], toys.random_prompts(1, seed=4)[0], [5, 2] * 32, [1, 2, 7] * 43):
         requests = [Request("a", prompt, SamplingParams(50))]
-        expected = reference_runs(target, draft_model, requests)["a"]
+        expected = toys.reference_runs(target, draft_model, requests)["a"]
         drafted = proposals.copy()
         proposals.clear()
-        assert runs_of(run_all(toy_engine(target, draft_model), requests)["a"]) == expected
+        assert toys.runs_of(toys.run_all(toys.toy_engine(target, draft_model), requests)["a"]) == expected
         assert proposals == drafted and len(drafted) > 10
         proposals.clear()
 
 
 @pytest.mark.parametrize("head", [None, *HEADS])
 def test_seeded_requests_draw_the_same_tokens_in_any_company(head: str | None) -> None:
-    target = toy_target(vocab=67)
-    draft_model = toy_draft_model(target, head) if head else None
+    target = toys.toy_target(vocab=67)
+    draft_model = toys.toy_draft_model(target, head) if head else None
 
     def params(i: int) -> SamplingParams:
         return SamplingParams(40, temperature=0.7 + 0.1 * i, top_k=i % 3 * 20, top_p=1 - 0.05 * (i % 2), seed=i)
 
-    requests = requests_of([prompt[:90] for prompt in random_prompts(8, seed=3, vocab=60)], params)
-    expected = reference_runs(target, draft_model, requests)
+    requests = toys.requests_of([prompt[:90] for prompt in toys.random_prompts(8, seed=3, vocab=60)], params)
+    expected = toys.reference_runs(target, draft_model, requests)
     assert len({tuple(answer[0]) for answer in expected.values()}) > 3
 
     def check(engine, **arguments) -> None:
-        chunks = run_all(engine, requests, **arguments)
-        assert {id: runs_of(of_one) for id, of_one in chunks.items()} == expected
+        chunks = toys.run_all(engine, requests, **arguments)
+        assert {id: toys.runs_of(of_one) for id, of_one in chunks.items()} == expected
 
     for request in requests:  # alone
-        assert runs_of(run_all(toy_engine(target, draft_model), [request])[request.id]) == expected[request.id]
-    together = toy_engine(target, draft_model)
+        assert (
+            toys.runs_of(toys.run_all(toys.toy_engine(target, draft_model), [request])[request.id])
+            == expected[request.id]
+        )
+    together = toys.toy_engine(target, draft_model)
     check(together)
     assert together.scheduler.num_preemptions == 0
     again = together.scheduler.num_cached_tokens
     check(together)  # after a prefix hit
     assert together.scheduler.num_cached_tokens > again
-    tight = toy_engine(target, draft_model, num_pages=6, prefix_cache=False)
+    tight = toys.toy_engine(target, draft_model, num_pages=6, prefix_cache=False)
     check(tight)
     assert tight.scheduler.num_preemptions > 0
 
 
 @pytest.mark.parametrize("concurrency", [1, 8, 32])
 def test_one_prompt_64_times_has_one_answer(concurrency: int) -> None:
-    target = toy_target(vocab=67)
-    draft_model = toy_draft_model(target, "lilicorr")
-    requests = requests_of(64 * [[5, 3, 8]], lambda i: SamplingParams(30))
-    expected = reference_runs(target, draft_model, requests[:1])["0"]
-    chunks = run_all(toy_engine(target, draft_model, max_running=concurrency, num_pages=200), requests)
-    assert {str(runs_of(of_one)) for of_one in chunks.values()} == {str(expected)}
+    target = toys.toy_target(vocab=67)
+    draft_model = toys.toy_draft_model(target, "lilicorr")
+    requests = toys.requests_of(64 * [[5, 3, 8]], lambda i: SamplingParams(30))
+    expected = toys.reference_runs(target, draft_model, requests[:1])["0"]
+    chunks = toys.run_all(toys.toy_engine(target, draft_model, max_running=concurrency, num_pages=200), requests)
+    assert {str(toys.runs_of(of_one)) for of_one in chunks.values()} == {str(expected)}
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
-    target = toy_target(vocab=67)
+    target = toys.toy_target(vocab=67)
     temperatures = (0.0, 1e-6, 1.0)
-    requests = requests_of(9 * [[7, 1, 4, 2]], lambda i: SamplingParams(25, temperature=temperatures[i % 3], seed=i))
-    draft_model = toy_draft_model(target, "argmax")
-    expected = reference_runs(target, draft_model, requests)
-    chunks = run_all(toy_engine(target, draft_model), requests)
-    assert {id: runs_of(of_one) for id, of_one in chunks.items()} == expected
+    requests = toys.requests_of(
+        9 * [[7, 1, 4, 2]], lambda i: SamplingParams(25, temperature=temperatures[i % 3], seed=i)
+    )
+    draft_model = toys.toy_draft_model(target, "argmax")
+    expected = toys.reference_runs(target, draft_model, requests)
+    chunks = toys.run_all(toys.toy_engine(target, draft_model), requests)
+    assert {id: toys.runs_of(of_one) for id, of_one in chunks.items()} == expected
     assert expected["0"] == expected["1"] != expected["2"]
 
 
 def test_fp64_and_a_draft_vocabulary() -> None:
-    target = toy_target(dtype=torch.float64)
-    draft_model = toy_draft_model(target, "argmax")
+    target = toys.toy_target(dtype=torch.float64)
+    draft_model = toys.toy_draft_model(target, "argmax")
     draft_model.vocab_ids = torch.tensor([1, 3, 4, 8, 9])
     draft_model.draft_rows = target.lm_head[draft_model.vocab_ids]
-    requests = requests_of(random_prompts(6), lambda i: SamplingParams(30))
-    expected = reference_runs(target, draft_model, requests)
-    assert {i: runs_of(c) for i, c in run_all(toy_engine(target, draft_model), requests).items()} == expected
+    requests = toys.requests_of(toys.random_prompts(6), lambda i: SamplingParams(30))
+    expected = toys.reference_runs(target, draft_model, requests)
+    assert {
+        i: toys.runs_of(c) for i, c in toys.run_all(toys.toy_engine(target, draft_model), requests).items()
+    } == expected

@@ -7,6 +7,7 @@ import torch
 from toys import random_prompts, toy_draft_model, toy_engine, toy_target
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.engine.model import PagedDrafter, PagedTarget, Places, num_pages_in, page_slots
 from lilicorr.target import Target
 
@@ -134,6 +135,23 @@ def test_fused_weights_exist_once() -> None:
         layers[1].qkv, torch.cat([p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
     )
     assert torch.equal(target.logits(target.forward(torch.tensor([[1, 2, 3]])).hidden), before)
+
+
+def test_a_draft_models_weights_exist_once() -> None:
+    target = toy_target(vocab=67)
+    draft_model = toy_draft_model(target, "argmax")
+    first, second = toy_engine(target, draft_model), toy_engine(target, draft_model)
+    drafters = [engine._step.drafter for engine in (first, second)]
+    projection = draft_model.drafter.layers[0].self_attn.q_proj.weight
+    assert {d.layers[0].qkv.data_ptr() for d in drafters} == {projection.data_ptr()}
+    assert drafters[0].context_weights.data_ptr() == drafters[1].context_weights.data_ptr()
+    with torch.no_grad():
+        projection.mul_(-1)  # both see what becomes of the module
+    prompt, params = [3, 1, 4], SamplingParams(20)
+    expected = Decoder(target, draft_model).generate(prompt, params)
+    for engine in (first, second):
+        decoded = engine.generate([prompt], params)[0]
+        assert (decoded.token_ids, decoded.num_blocks) == (expected.token_ids, expected.num_blocks)
 
 
 def test_targets_the_layers_do_not_know_are_refused() -> None:

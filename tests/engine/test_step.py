@@ -73,11 +73,11 @@ def test_order_and_company_of_rows_do_not_matter() -> None:
 
 def test_batch_sizes() -> None:
     assert [next_size(n, list(BATCH_SIZES)) for n in (1, 3, 5, 9, 32)] == [1, 4, 8, 12, 32]
-    with pytest.raises(AssertionError, match="33 rows"):
-        next_size(33, list(BATCH_SIZES))
+    with pytest.raises(AssertionError, match="257 rows"):
+        next_size(257, list(BATCH_SIZES))
     assert fill([4, 1], 4, 9) == [4, 1, 9, 9]
     engine = started()
-    assert isinstance(decode_runner(engine._step, 8, one_shape=False), EagerDecode)
+    assert isinstance(decode_runner(engine._step, 8, one_shape=False, widths={}), EagerDecode)
 
 
 def test_warming_up_changes_nothing() -> None:
@@ -114,9 +114,11 @@ def test_the_step_never_looks_at_a_value(monkeypatch: pytest.MonkeyPatch) -> Non
         seen.append(self.shape)
         raise AssertionError("the step reads a tensor on the host")
 
-    monkeypatch.setattr("lilicorr.engine.model.paged_attention", lambda queries, *_: queries)
+    monkeypatch.setattr("lilicorr.engine.model.paged_attention", lambda queries, *_, **__: queries)
     monkeypatch.setattr("lilicorr.engine.model.norm_rope", lambda queries, *_: queries)
     monkeypatch.setattr("lilicorr.logprobs.topk_lse", lambda rows, k: (rows[:, :k], rows[:, :k].long(), rows[:, 0]))
+    for name in ("plan_reading", "plan_writing"):
+        monkeypatch.setattr(f"lilicorr.engine.model.{name}", lambda *_: None)
     for name in ("item", "tolist", "__bool__", "__int__", "__index__", "nonzero"):
         monkeypatch.setattr(torch.Tensor, name, look)
     step.decode(torch.zeros(2, dtype=torch.int64), 4, Mix(sampled=True, filtered=False))

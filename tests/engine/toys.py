@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from lilicorr.blocks import DraftOutput, Proposal
-from lilicorr.config import DrafterConfig, EngineConfig
+from lilicorr.config import DrafterConfig, EngineConfig, YarnConfig
 from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
@@ -30,14 +32,22 @@ def toy_target(family: str = "qwen3", vocab: int = VOCAB, **changes) -> Target:
 
 
 def toy_draft_model(
-    target: Target, head: str, block_size: int = 4, seed: int = 5, num_candidates: int = 3
+    target: Target,
+    head: str,
+    block_size: int = 4,
+    seed: int = 5,
+    num_candidates: int = 3,
+    head_config: dict[str, Any] | None = None,
+    yarn: YarnConfig | None = None,
+    vocab_ids: torch.Tensor | None = None,
 ) -> DraftModel:
     """One random drafter layer and a random head."""
     torch.manual_seed(seed)
     config = DrafterConfig(num_layers=1, block_size=block_size, num_candidates=num_candidates)
-    shape = drafter_shape(config, target.config)
+    shape = replace(drafter_shape(config, target.config), yarn=yarn)
     spec = block_spec(config, target.config, target.mask_token_id, HEADS[head].layouts[0])
-    model = build_draft_model(shape, spec, head, SMALL[head], target).to(target.embed.dtype)
+    head_config = SMALL[head] | (head_config or {})
+    model = build_draft_model(shape, spec, head, head_config, target, vocab_ids).to(target.embed.dtype)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)

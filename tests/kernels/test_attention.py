@@ -10,7 +10,12 @@ from torch import Tensor
 
 from lilicorr.drafter import block_attention
 from lilicorr.kernels import attention
-from lilicorr.kernels.attention import paged_attention, paged_attention_reference, paged_attention_triton
+from lilicorr.kernels.attention import (
+    paged_attention,
+    paged_attention_reference,
+    paged_attention_triton,
+    plan_reading,
+)
 
 PAGE = 64
 
@@ -55,6 +60,23 @@ def test_reference_is_softmax_attention_row_by_row():
                     weights = (0.2 * keys[head // 3, :seen] @ queries[row, query, head]).softmax(-1)
                     expected = weights @ values[head // 3, :seen] * (query < real[row])
                     assert torch.allclose(found[row, query, head], expected), (causal, row, query, head)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_layers_may_share_what_follows_from_the_table(causal: bool):
+    lengths, num_queries = [70, 0, 128], 3
+    for real in (None, torch.tensor([3, 0, 2])):
+        reading = None
+        for dtype in (torch.float32, torch.float32):  # two layers
+            k_pages, v_pages, table, kv_lengths = make_pages(lengths, 2, 16, 3, dtype)
+            pages = (k_pages * torch.randn(16), v_pages * torch.randn(16))
+            queries = torch.randn(3, num_queries, 4, 16)
+            if reading is None:
+                reading = plan_reading(table, kv_lengths, num_queries, 4, k_pages, causal, real)
+            arguments = (queries, *pages, table, kv_lengths, causal, real)
+            found = paged_attention(*arguments, reading=reading)
+            assert torch.equal(found, paged_attention_reference(*arguments)) and found.isfinite().all()
+            assert not found[1].any()
 
 
 def test_reference_equals_the_drafters_block_attention():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lilicorr.drafter import RMSNorm, Rotary
-from lilicorr.kernels.norm_rope import norm_rope, norm_rope_reference, norm_rope_triton, rope_tables
+from lilicorr.kernels.norm_rope import norm_rope, norm_rope_reference, norm_rope_triton, plan_writing, rope_tables
 
 PAGE, NUM_PAGES = 64, 3
 
@@ -55,6 +55,19 @@ def test_reference_is_the_drafters_norm_and_rotation():
     assert torch.allclose(k_pages[places], expected[written])
     assert torch.equal(v_pages[places], values[written])
     assert k_pages.isfinite().sum() == v_pages.isfinite().sum() == len(written) * kv_heads * width
+
+
+@pytest.mark.parametrize("slots", [[0, 63, 64, -1, 127, 191, -7], [0, 63, 64, 3, 127, 191, 7]])
+def test_layers_may_share_what_follows_from_positions(slots: list[int]):
+    qkv, tables, _ = make_inputs(4, 2, 8)
+    places, weight = torch.tensor(slots), torch.rand(8)
+    writing = plan_writing(*tables, places, empty_pages(2, 8, qkv[0])[0])
+    for scale in (1.0, 3.0):  # two layers
+        layer = [scale * x for x in qkv]
+        found, expected = empty_pages(2, 8, qkv[0]), empty_pages(2, 8, qkv[0])
+        shared = norm_rope(*layer, *tables, *found, places, None, weight, writing=writing)
+        assert torch.equal(shared, norm_rope_reference(*layer, *tables, *expected, places, None, weight))
+        assert same(found[0], expected[0], 0.0) and same(found[1], expected[1], 0.0)
 
 
 @pytest.mark.parametrize("normed", [True, False])

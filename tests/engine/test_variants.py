@@ -1,0 +1,106 @@
+"""Draft models of every kind through the engine: stretched positions, drawn proposals, draft vocabularies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import toys
+
+from lilicorr.config import YarnConfig
+from lilicorr.decode import SamplingParams
+from lilicorr.draft_model import DraftModel
+from lilicorr.engine.request import Request
+from lilicorr.engine.step import Mix
+from lilicorr.heads import HEADS
+from lilicorr.target import Target
+
+DRAWING = [head for head in HEADS if head != "argmax"]  # these have the sampled contract
+
+
+def engine_is_the_reference(target: Target, draft_model: DraftModel, requests: list[Request]) -> int:
+    """Every block equals the reference's, with three rows at once; returns how many drafts were accepted."""
+    expected = toys.reference_runs(target, draft_model, requests)
+    engine = toys.toy_engine(target, draft_model, max_running=3)
+    chunks = toys.run_all(engine, requests)
+    assert {id: toys.runs_of(of_one) for id, of_one in chunks.items()} == expected
+    return sum(engine.counters.accepted_at)
+
+
+def requests_with(*temperatures: float) -> list[Request]:
+    """Four requests of up to 70 + 24 tokens."""
+    prompts = [prompt[:70] for prompt in toys.random_prompts(4)]
+    return toys.requests_of(
+        prompts, lambda i: SamplingParams(24, temperature=temperatures[i % len(temperatures)], seed=i)
+    )
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_drafter_of_stretched_positions(head: str) -> None:
+    target = toys.toy_target()
+    yarn = YarnConfig(factor=4.0, original_max_position_embeddings=32)
+    stretched, plain = (toys.toy_draft_model(target, head, yarn=y) for y in (yarn, None))
+    assert engine_is_the_reference(target, stretched, requests_with(0.0, 0.8)) > 0
+    engines = [toys.toy_engine(target, model) for model in (stretched, plain)]
+    tables = [engine._step.drafter.rope[0] for engine in engines]
+    assert float(tables[0][0].amax()) > 1.1  # YaRN scales cosines too
+    assert not torch.allclose(tables[0] / tables[0][0], tables[1])
+
+
+@pytest.mark.parametrize("vocab", [None, (1, 3, 4, 8, 9, 11)])
+@pytest.mark.parametrize("head", DRAWING)
+def test_proposals_that_are_drawn(head: str, vocab: tuple[int, ...] | None) -> None:
+    target = toys.toy_target()
+    ids = torch.tensor(vocab) if vocab else None
+    draft_model = toys.toy_draft_model(target, head, head_config={"contract": "sampled"}, vocab_ids=ids)
+    assert engine_is_the_reference(target, draft_model, requests_with(0.0, 0.7, 1.3)) > 0
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_draft_vocabulary(head: str) -> None:
+    target = toys.toy_target()
+    ids = torch.tensor([1, 3, 4, 8, 9, 11])
+    draft_model = toys.toy_draft_model(target, head, vocab_ids=ids)
+    drafted: set[int] = set()
+    propose = draft_model.head.propose
+
+    def watched(draft, sampling):
+        proposal = propose(draft, sampling)
+        drafted.update(proposal.token_ids.flatten().tolist())
+        return proposal
+
+    draft_model.head.propose = watched
+    assert engine_is_the_reference(target, draft_model, requests_with(0.0, 0.8)) > 0
+    assert len(drafted) > 1 and drafted <= set(ids.tolist())
+
+
+@pytest.mark.parametrize("width", [None, 2])
+@pytest.mark.parametrize("head", HEADS)
+def test_the_step_of_every_head_never_looks_at_a_value(
+    head: str, width: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would make the host wait for the device, and break a captured graph; the references of kernels may look."""
+    target = toys.toy_target(vocab=67)
+    engine = toys.toy_engine(target, toys.toy_draft_model(target, head))
+    for index, prompt in enumerate(toys.random_prompts(3, vocab=60)):
+        engine.submit(Request(str(index), prompt, SamplingParams(40)))
+    engine.step()
+    step, seen = engine._step, []
+    step.trims = width is not None
+
+    def look(self: torch.Tensor, *_: object) -> None:
+        seen.append(self.shape)
+        raise AssertionError("the step reads a tensor on the host")
+
+    def top(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+        return (*logits.topk(count, dim=-1), logits.logsumexp(dim=-1))
+
+    monkeypatch.setattr("lilicorr.engine.model.paged_attention", lambda queries, *_, **__: queries)
+    monkeypatch.setattr("lilicorr.engine.model.norm_rope", lambda queries, *_: queries)
+    for name in ("plan_reading", "plan_writing"):
+        monkeypatch.setattr(f"lilicorr.engine.model.{name}", lambda *_: None)
+    for module in ("lattice", "heads.base", "logprobs"):
+        monkeypatch.setattr(f"lilicorr.{module}.topk_lse", top)
+    for name in ("item", "tolist", "__bool__", "__int__", "__index__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, look)
+    step.decode(torch.arange(2), 4, Mix(sampled=True, filtered=False), width)
+    assert seen == []
