@@ -19,7 +19,6 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -84,10 +83,10 @@ class Answer:
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events that closes its ticket however the response ends."""
+    """A stream of events that closes its ticket however the response ends."""
 
-    def __init__(self, events: AsyncIterator[bytes], ticket: Ticket) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=SSE_HEADERS)
+    def __init__(self, events: AsyncIterator[bytes], ticket: Ticket, media_type: str = "text/event-stream") -> None:
+        super().__init__(events, media_type=media_type, headers=SSE_HEADERS)
         self._ticket = ticket
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,8 +100,6 @@ class Chat:
     def __init__(self, model: ServedModel, replica: Replica) -> None:
         self.model = model
         self.replica = replica
-        # Rendering a long prompt must not hold up the streams, and a tokenizer serves one thread at a time.
-        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizing")
 
     async def respond(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -131,9 +128,8 @@ class Chat:
     async def _render(self, wanted: ChatRequest) -> list[int]:
         messages = [message.as_dict() for message in wanted.messages]
         kwargs = self.model.template_kwargs | (wanted.chat_template_kwargs or {})
-        arguments = (self.model.tokenizer, messages, kwargs)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, chat.render_prompt, *arguments)
+            return await self.model.render(messages, kwargs)
         except chat.ChatError as error:
             raise ApiError(400, str(error), "messages", "invalid_value") from error
 

@@ -6,10 +6,12 @@ same call serves a test.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
-from dataclasses import dataclass
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,13 @@ class ServedModel:
     max_model_len: int  # prompt and answer together
     fingerprint: str  # changes with the weights
     created: int  # unix time
+    # Rendering a long prompt must not hold up the streams, and a tokenizer serves one thread at a time.
+    tokenizing: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="tokenizing"))
+
+    async def render(self, messages: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> list[int]:
+        """Token ids of a conversation and the beginning of its answer. Raises ChatError as `chat.render_prompt`."""
+        arguments = (self.tokenizer, messages, template_kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self.tokenizing, render_prompt, *arguments)
 
 
 def open_model(args: AppArgs) -> tuple[ServedModel, Engine]:
