@@ -125,17 +125,22 @@ def set_replicas(serve: Serve, minimum: int, maximum: int, app: str = APP, deplo
 def wait_until_scaled(
     serve: Serve, minimum: int, maximum: int, timeout_s: float, app: str = APP, deployment: str = DEPLOYMENT
 ) -> Scaling:
-    """Poll until as many replicas run as are wanted, within the bounds.
+    """Poll until as many replicas run as are wanted, within the bounds; a dashboard too busy to answer is asked again.
 
     Raises RuntimeError if the application fails, or with its state after `timeout_s`.
     """
     started = reported = time.monotonic()
     while True:
-        now = scaling_of(serve.details(), app, deployment)
-        if minimum <= now.wanted <= maximum and now.running == now.wanted:
-            return now
-        if now.status == "DEPLOY_FAILED":
-            raise RuntimeError(f"{app}/{deployment} failed: {now}")
+        now: Scaling | RuntimeError
+        try:
+            now = scaling_of(serve.details(), app, deployment)
+        except RuntimeError as error:
+            now = error
+        else:
+            if minimum <= now.wanted <= maximum and now.running == now.wanted:
+                return now
+            if now.status == "DEPLOY_FAILED":
+                raise RuntimeError(f"{app}/{deployment} failed: {now}")
         seconds = time.monotonic() - started
         if seconds > timeout_s:
             raise RuntimeError(f"{app}/{deployment} is not there after {timeout_s:.0f} s: {now}")

@@ -143,9 +143,14 @@ def _last_user_message(prompt_ids: list[int]) -> list[int]:
 
 def make_app(engine: EchoEngine, max_requests: int = 8, stall_s: float = 60.0) -> tuple[FastAPI, Replica]:
     """The API over `engine`; close the replica afterwards."""
-    tokenizer = chat_tokenizer()
     replica = Replica(engine, max_requests, stall_s)
-    model = ServedModel(
+    return build_api(echo_model(), replica), replica
+
+
+def echo_model() -> ServedModel:
+    """What the API knows of a model that echoes."""
+    tokenizer = chat_tokenizer()
+    return ServedModel(
         name="echo",
         tokenizer=tokenizer,
         token_table=token_table(tokenizer),
@@ -155,7 +160,6 @@ def make_app(engine: EchoEngine, max_requests: int = 8, stall_s: float = 60.0) -
         fingerprint="0123",
         created=1_700_000_000,
     )
-    return build_api(model, replica), replica
 
 
 @contextmanager

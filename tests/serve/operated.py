@@ -7,16 +7,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from fakes import EchoEngine, chat_tokenizer, make_app
+from fakes import EchoEngine, echo_model, make_app
 from fastapi import FastAPI
 
-from serve_app.detokenize import token_table
 from serve_app.metrics import Report
 from serve_app.operations import Operations
 from serve_app.peers import Ask, Peers
 from serve_app.recorder import HISTOGRAMS, Histogram
 from serve_app.replica import Replica, Snapshot
-from serve_app.served_model import ServedModel
 
 ADMIN_KEY = b"a key for the tests"
 SNAPSHOT = Snapshot(
@@ -104,20 +102,9 @@ def operated_app(
 ) -> tuple[FastAPI, Replica]:
     """The API with the operator's routes; close the replica afterwards."""
     app, replica = make_app(engine)
-    tokenizer = chat_tokenizer()
-    model = ServedModel(
-        name="echo",
-        tokenizer=tokenizer,
-        token_table=token_table(tokenizer),
-        template_kwargs={"enable_thinking": False},
-        stop_ids=(tokenizer.eos_token_id,),
-        max_model_len=4096,
-        fingerprint="0123",
-        created=0,
-    )
 
     def own() -> Report:
         return Report("own", time.time(), engine.max_running, replica.snapshot(), replica.recorder.histograms())
 
-    Operations(model, replica, Peers(own, ask), serve, admin_key).add_to(app)
+    Operations(echo_model(), replica, Peers(own, ask), serve, admin_key).add_to(app)
     return app, replica

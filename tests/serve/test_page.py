@@ -149,6 +149,8 @@ def test_it_fits_and_a_picture_is_kept(page: Page, url: str, tmp_path: Path, wid
     page.run("document.getElementById('send').click()")
     page.wait("!document.getElementById('send').disabled && document.getElementById('counts').textContent")
     assert page.run("document.documentElement.scrollWidth") <= width
+    if width < 500:  # one card a line
+        assert page.run("new Set([...document.querySelectorAll('.card')].map(card => card.offsetWidth)).size") == 1
     ground = page.run("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, ground.strip("rgb()").split(","))) < 384) == dark
     path = tmp_path / f"page-{width}-{'dark' if dark else 'light'}.png"

@@ -107,6 +107,23 @@ def test_waiting_ends_with_the_time_or_with_a_failure() -> None:
         wait_until_scaled(serve, 2, 2, 5)
 
 
+def test_a_dashboard_that_is_busy_is_asked_again() -> None:
+    serve, answers = FakeServe(), FakeServe.details
+    asked: list[int] = []
+
+    def busy() -> dict[str, Any]:
+        asked.append(1)
+        if len(asked) < 3:
+            raise RuntimeError("the Ray dashboard does not answer")
+        return answers(serve)
+
+    serve.details = busy
+    assert wait_until_scaled(serve, 1, 1, 5).running == 1
+    asked.clear()
+    with pytest.raises(RuntimeError, match="not there after 0 s: the Ray dashboard does not answer"):
+        wait_until_scaled(serve, 1, 1, 0)
+
+
 @pytest.fixture
 def dashboard() -> Iterator[tuple[FakeServe, str]]:
     """A Serve behind the dashboard's REST API, and its URL."""
