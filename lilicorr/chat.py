@@ -14,7 +14,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]
@@ -31,8 +30,9 @@ def render_prompt(
 ) -> list[int]:
     """Token ids of `messages` by the tokenizer's chat template, ending where the assistant's answer begins.
 
-    `template_kwargs` go to the template (`enable_thinking`). Special ids appear only where the template
-    wrote them. For contents without special-token text the ids are those of `apply_chat_template`.
+    `template_kwargs` go to the template (`enable_thinking`); with `add_generation_prompt` False no answer is opened,
+    with `continue_final_message` besides the ids end inside the last message. Special ids appear only where the
+    template wrote them. For contents without special-token text the ids are those of `apply_chat_template`.
 
     The tokenizer's state is switched during the call: use it from one thread at a time.
 
@@ -78,9 +78,9 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tem
         raise ChatError(f"the tokenizer {tokenizer.name_or_path!r} has no chat template")
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs
+            list(messages), tokenize=False, **{"add_generation_prompt": True, **template_kwargs}
         )
-    except jinja2.TemplateError as error:
+    except Exception as error:  # a template is a program of its own, and `template_kwargs` are its input
         raise ChatError(f"the chat template refused the messages: {error}") from error
 
 

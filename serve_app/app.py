@@ -19,6 +19,7 @@ from serve_app import autoscaling
 from serve_app.api import build_api
 from serve_app.args import AppArgs
 from serve_app.controller import Controller
+from serve_app.guard import Limits, read_keys
 from serve_app.metrics import Report
 from serve_app.operations import Operations, read_admin_key
 from serve_app.peers import Peers
@@ -40,6 +41,7 @@ class Endpoint:
     """A replica: target, draft model, decoding thread and the HTTP side."""
 
     def __init__(self, args: AppArgs) -> None:
+        self._limits = Limits(args.max_body_bytes, read_keys(args.api_key_file))
         admin_key = read_admin_key(args.admin_key_file)
         self._model, engine = open_model(args)
         self._rows = args.engine_config.max_running
@@ -51,9 +53,15 @@ class Endpoint:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve asks for the HTTP side once the replica is constructed."""
-        app = build_api(self._model, self._replica)
+        app = build_api(self._model, self._replica, self._limits)
         self._operations.add_to(app)
         return app
+
+    def __del__(self) -> None:
+        """Serve calls it when the requests of a replica that shuts down are answered, or their time is over."""
+        if hasattr(self, "_replica"):  # else the models could not be loaded
+            self._replica.drain()
+            self._replica.close()
 
     def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

@@ -8,7 +8,8 @@ Place in the flow: `app` adds these routes to the API of every replica; any of t
     POST /ui/replicas   {"replicas": N}, header x-admin-key; what `python -m serve_app.scale N` does
     POST /ui/try        {"prompt": ..., "max_tokens": ..., "temperature": ...} -> JSON Lines, see `trial`
 
-Setting replicas needs the admin key. Where none is configured it is refused, and the page says why.
+Setting replicas needs the admin key. Where none is configured it is refused, and the page says why. Where the endpoint
+has API keys (`guard`) all but the page itself, which holds no data, need one; the page asks for it.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from serve_app.errors import ApiError
+from serve_app.guard import read_body
 from serve_app.metrics import CONTENT_TYPE, Report, exposition, kv_usage
 from serve_app.peers import Peers
-from serve_app.protocol import ApiError
 from serve_app.replica import Replica
 from serve_app.scale import APP, DEPLOYMENT, Scaling, Serve, scaling_of, set_replicas
 from serve_app.served_model import ServedModel
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REPLICAS = 1000  # a slip of the finger
 MIN_KEY_LENGTH = 16
+MAX_BODY_BYTES = 1024
 NO_KEY = "no admin key is configured: set admin_key_file in the application's arguments (docs/serving.md, Operating)"
 NO_SERVE = "this endpoint does not run in Ray Serve"
 # The page needs nothing from anywhere else, and nobody may frame it around the control.
@@ -111,7 +114,6 @@ class Operations:
             "model": self._model.name,
             "version": self._model.fingerprint,
             "time": time.time(),
-            "needs_api_key": False,
             "replicas": {
                 "running": len(up) if scaling is None else scaling.running,
                 "wanted": None if scaling is None else scaling.wanted,
@@ -146,7 +148,7 @@ class Operations:
             raise ApiError(401, "the admin key is missing or wrong", code="invalid_admin_key")
         if self._serve is None:
             raise ApiError(503, NO_SERVE, code="service_unavailable", kind="server_error")
-        count = _wanted(await request.body())
+        count = _wanted(await read_body(request, MAX_BODY_BYTES))
         try:
             before = await asyncio.to_thread(set_replicas, self._serve, count, count, *self._names)
         except ValueError as error:

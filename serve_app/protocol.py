@@ -1,45 +1,50 @@
-"""What a chat request may say, and how the endpoint says no: OpenAI's field names and error shape.
+"""What a request may say: the fields of OpenAI's API and those that other servers added, as records.
 
-Place in the flow: `api` gives the body of a request to `parse_chat_request`. What comes back is honoured
-in full. A field that would change the answer and is not honoured is refused with the field's name; fields
-at the value that changes nothing are accepted, and `IGNORED` fields never change an answer.
+Place in the flow: the routes give the body of a request to `parse`. What comes back is honoured in full. A field that
+would change the answer and is not honoured is refused with its name; fields at the value that changes nothing are
+accepted, and `IGNORED` fields never change an answer.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-MAX_STOP_STRINGS = 4
+from lilicorr.logprobs import MAX_LOGPROBS
+from lilicorr.processing import MAX_LOGIT_BIAS
+from serve_app.errors import ApiError
 
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+MAX_STOP_STRINGS = 4
+MAX_CHOICES = 128
+COMPLETION_LOGPROBS = 5  # of the older API
+COMPLETION_TOKENS = 16  # what the older API answers with unless told otherwise
+
+IGNORED = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+}
 
 # Fields that are not implemented, and the values at which they do nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "best_of": (1,),
+}
+NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "stop_token_ids": ([],),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "echo": (False,),
 }
 
@@ -49,27 +54,6 @@ RESERVED_TEMPLATE_KWARGS = {
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "self",
 }  # fmt: skip
-
-
-class ApiError(Exception):
-    """An answer that is an error, in OpenAI's shape."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        kind: str = "invalid_request_error",
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code, self.kind = status, message, param, code, kind
-        self.headers = headers
-
-    def body(self) -> dict[str, Any]:
-        """The JSON body."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def _content_text(content: Any) -> Any:
@@ -113,6 +97,38 @@ def _template_kwargs(kwargs: Any) -> Any:
     return kwargs
 
 
+def _bias(bias: dict[str, float]) -> dict[str, float]:
+    """Keys are token ids in decimal, as JSON spells them, each once."""
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and str(int(key[:20])) == key):
+            raise ValueError(f"{key!r} is not a token id")
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise ValueError(f"at most {MAX_LOGIT_BIAS} token ids, got {len(bias)}")
+    return bias
+
+
+def _prompts(prompt: Any) -> Any:
+    """A string, a list of strings, token ids or a list of token ids: as a list of prompts."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _are_ids(prompt)):
+        prompt = [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError("must be a string, token ids, or a list of these, and not empty")
+    for index, item in enumerate(prompt):
+        if isinstance(item, str):
+            _unicode(item)
+        elif not (isinstance(item, list) and _are_ids(item)):
+            raise ValueError(f"item {index} is neither a string nor a list of token ids")
+        if len(item) == 0:
+            raise ValueError(f"item {index} is empty; there is nothing to continue")
+    if len({isinstance(item, str) for item in prompt}) > 1:
+        raise ValueError("strings and token ids cannot stand beside each other")
+    return prompt
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values)
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -132,51 +148,180 @@ class StreamOptions(_Strict):
     """Options of a streamed answer."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-StopString = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, AfterValidator(_unicode)]
+StopString = Annotated[str, Field(min_length=1), AfterValidator(_unicode)]
+TokenId = Annotated[int, Field(ge=0)]
+Messages = Annotated[list[Annotated[Message, BeforeValidator(_without_nulls)]], Field(min_length=1)]
+TemplateKwargs = Annotated[dict[str, Any] | None, BeforeValidator(_template_kwargs)]
 
 
-class ChatRequest(_Strict):
-    """The fields of a chat request that are honoured. null is the default everywhere but in model and messages."""
+class Rendering(_Strict):
+    """How a conversation becomes a prompt."""
 
-    model: str
-    messages: list[Annotated[Message, BeforeValidator(_without_nulls)]] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    add_generation_prompt: bool | None = None  # true, unless the final message is continued
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateKwargs = None
+
+
+class AnswerRequest(_Strict):
+    """The fields that both routes have and honour. null is the default of every field that has one."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
+    prompt_field: ClassVar[str]
+
+    model: Text
+    max_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)  # -1 and 0: off
+    min_p: float | None = Field(None, ge=0, le=1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[StopString], BeforeValidator(_stop_strings), Field(max_length=MAX_STOP_STRINGS)] = []
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], AfterValidator(_bias)] | None = None
+    cache_salt: Text | None = None
+    return_token_ids: bool | None = None
+    return_speculative_metrics: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template_kwargs)] = None
 
     @property
     def token_limit(self) -> tuple[str, int] | None:
-        """The field that limits the answer and its value, None where neither is given."""
-        for name in ("max_completion_tokens", "max_tokens"):
-            if getattr(self, name) is not None:
-                return name, getattr(self, name)
-        return None
+        """The field that limits the answer and its value, None where none is given."""
+        return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
 
     @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk that counts tokens."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to report beside each token, None for no log-probabilities at all."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return None
+
+    def check(self) -> None:
+        """Raise ApiError (400) for values that contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream to be true", "stream_options", "invalid_value")
+        if self.token_limit is not None and self.token_limit[1] == 0 and self.num_prompt_logprobs is None:
+            message = f"{self.token_limit[0]} must be at least 1"
+            raise ApiError(400, message, self.token_limit[0], "invalid_value")
 
 
-def parse_chat_request(body: bytes) -> ChatRequest:
-    """Validate the body of a chat request. Raises ApiError (400) that names the field."""
+class ChatRequest(AnswerRequest, Rendering):
+    """POST /v1/chat/completions."""
+
+    neutral = NEUTRAL | NEUTRAL_IN_CHAT
+    prompt_field = "messages"
+
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=0)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def token_limit(self) -> tuple[str, int] | None:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().token_limit
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            message = f"max_tokens {self.max_tokens} and max_completion_tokens {self.max_completion_tokens} differ"
+            raise ApiError(400, message, "max_tokens", "invalid_value")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
+        check_rendering(self)
+
+
+class CompletionRequest(AnswerRequest):
+    """POST /v1/completions."""
+
+    neutral = NEUTRAL | {"suffix": ("",)}
+    prompt_field = "prompt"
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS)
+    add_special_tokens: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
+
+
+class TokenizeRequest(Rendering):
+    """POST /tokenize: of a prompt, or of a conversation as the chat route would render it."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        """Raise ApiError (400) unless there is one thing to tokenise."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "prompt or messages is required, and not both", "prompt", "invalid_value")
+        check_rendering(self)
+
+
+class DetokenizeRequest(_Strict):
+    """POST /detokenize."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    model: Text | None = None
+    tokens: list[TokenId]
+
+    def check(self) -> None:
+        """Nothing can contradict anything."""
+
+
+def check_rendering(request: Rendering) -> None:
+    """Raise ApiError (400) for a message that is to be continued and answered."""
+    if request.continue_final_message and request.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt cannot both be true"
+        raise ApiError(400, message, "continue_final_message", "invalid_value")
+
+
+Parsed = TypeVar("Parsed", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def parse(kind: type[Parsed], body: bytes) -> Parsed:
+    """Validate the body of a request. Raises ApiError (400) that names the field."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(fields, dict):
         raise ApiError(400, f"the body must be a JSON object, got {type(fields).__name__}", code="invalid_json")
-    for name, values in NEUTRAL.items():
+    for name, values in kind.neutral.items():
         value = fields.pop(name, None)
         if value is not None and not any(_same(value, neutral) for neutral in values):
             wanted = " or ".join(json.dumps(neutral) for neutral in values)
@@ -184,10 +329,10 @@ def parse_chat_request(body: bytes) -> ChatRequest:
             raise ApiError(400, message, name, "unsupported_parameter")
     fields = {name: value for name, value in fields.items() if name not in IGNORED}
     try:
-        request = ChatRequest.model_validate(fields)
+        request = kind.model_validate(fields)
     except ValidationError as error:
         raise _refusal(error) from error
-    _check_together(request)
+    request.check()
     return request
 
 
@@ -209,13 +354,3 @@ def _refusal(error: ValidationError) -> ApiError:
     if kind == "missing":
         return ApiError(400, f"{param} is required", param, "missing_required_parameter")
     return ApiError(400, f"{param}: {message}", param, "invalid_value")
-
-
-def _check_together(request: ChatRequest) -> None:
-    """Refuse values that contradict each other."""
-    if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options needs stream to be true", "stream_options", "invalid_value")
-    limits = {request.max_tokens, request.max_completion_tokens} - {None}
-    if len(limits) > 1:
-        message = f"max_tokens {request.max_tokens} and max_completion_tokens {request.max_completion_tokens} differ"
-        raise ApiError(400, message, "max_tokens", "invalid_value")

@@ -38,9 +38,12 @@ class ServedModel:
 
     name: str
     tokenizer: PreTrainedTokenizerBase
-    token_table: list[bytes]  # of the tokenizer, see `detokenize.token_table`
+    token_table: list[bytes]  # what tokens add to a text, see `detokenize.token_table`
+    spelled_table: list[bytes]  # the same with special tokens spelled out
     template_kwargs: dict[str, Any]
     stop_ids: tuple[int, ...]
+    num_rows: int  # token ids there are, with and without a token
+    num_slots: int  # drafts of a block
     max_model_len: int  # prompt and answer together
     fingerprint: str  # changes with the weights
     created: int  # unix time
@@ -78,8 +81,11 @@ def served_model(args: AppArgs, engine: Engine) -> ServedModel:
         name=args.model_name,
         tokenizer=engine.target.tokenizer,
         token_table=token_table(engine.target.tokenizer),
+        spelled_table=token_table(engine.target.tokenizer, special=True),
         template_kwargs=args.template_kwargs,
         stop_ids=engine.target.eos_ids,
+        num_rows=engine.target.embed.shape[0],
+        num_slots=engine.scheduler.num_tokens - 1,
         max_model_len=min(room, engine.max_model_len),
         fingerprint=args.version,
         created=int(time.time()),

@@ -26,13 +26,15 @@ from lilicorr import chat
 from lilicorr.decode import SamplingParams
 from lilicorr.engine.request import Request as EngineRequest
 from lilicorr.engine.request import TokenChunk
-from serve_app.api import EventStream
 from serve_app.detokenize import TextStream
-from serve_app.protocol import ApiError
+from serve_app.errors import ApiError, internal_error
+from serve_app.generation import EventStream
+from serve_app.guard import read_body
 from serve_app.replica import Replica, Ticket
 from serve_app.served_model import ServedModel
 
 JSON_LINES = "application/x-ndjson"
+MAX_BODY_BYTES = 2**20
 
 
 class TrialRequest(BaseModel):
@@ -54,7 +56,7 @@ class Trial:
 
     async def respond(self, request: Request) -> Response:
         """POST /ui/try."""
-        wanted = _parse(await request.body())
+        wanted = _parse(await read_body(request, MAX_BODY_BYTES))
         prompt_ids = await self._render(wanted.prompt)
         room = self._model.max_model_len - len(prompt_ids)
         if room < 1:
@@ -78,11 +80,10 @@ class Trial:
     async def _lines(self, ticket: Ticket) -> AsyncIterator[bytes]:
         """The answer as it comes."""
         text = TextStream(self._model.token_table)
-        yield _line({"slots": len(self._replica.snapshot().accepted_at)})
+        yield _line({"slots": self._model.num_slots})
         async for _, chunk in ticket:
             if chunk.error is not None:
-                failure = ApiError(500, f"decoding failed: {chunk.error}", code="internal_error", kind="server_error")
-                yield _line(failure.body())
+                yield _line(internal_error(f"decoding failed: {chunk.error}").body())
                 return
             yield _line(_run(chunk, text))
 

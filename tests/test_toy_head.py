@@ -1,4 +1,4 @@
-"""A method is one class and one line in `HEADS`: a head of this file is trained, saved, loaded and evaluated."""
+"""A method is one class and one line in `HEADS`: a head of this file is trained, saved, loaded, evaluated, served."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi.testclient import TestClient
 
 from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal
 from lilicorr.checkpoint import load_draft_model, save_draft_model
-from lilicorr.config import RunConfig
+from lilicorr.config import EngineConfig, RunConfig
 from lilicorr.decode import Decoder, SamplingParams
+from lilicorr.draft_model import DraftModel
+from lilicorr.engine.engine import Engine
 from lilicorr.heads import HEADS
 from lilicorr.heads.base import Head, HeadFormat, label_index
 from lilicorr.lattice import log_probs_at
 from lilicorr.losses import block_cross_entropy
 from lilicorr.target import Target
 from lilicorr.training import Trainer
+from serve_app.api import build_api
+from serve_app.args import AppArgs
+from serve_app.replica import Replica
+from serve_app.served_model import served_model
 from test_evaluate import ask, run
 from test_training import CONFIG, make_model, make_set
 
@@ -77,3 +84,17 @@ def test_a_head_takes_one_class_and_one_line(
     results = run(target, {"chat": [ask("a", "one")]}, draft_models={"dflash": plain, "toy": loaded})
     assert results["systems"]["toy"]["chat"]["matches_autoregressive"] == 1
     assert results["systems"]["toy"]["chat"]["drafted_width"] == 4
+    assert served_ids(target, loaded, prompt, 12) == expected
+
+
+def served_ids(target: Target, draft_model: DraftModel, prompt: list[int], max_tokens: int) -> list[int]:
+    """The token ids that the endpoint answers with, over HTTP."""
+    engine = Engine(target, draft_model, EngineConfig(max_running=2, num_pages=8))
+    replica = Replica(engine, max_requests=2, stall_s=60.0)
+    api = build_api(served_model(AppArgs(checkpoint="toy"), engine), replica)
+    body = {"model": "lilicorr", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    with TestClient(api) as client:
+        answer = client.post("/v1/completions", json={**body, "return_token_ids": True}).json()
+    replica.close()
+    assert answer["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0  # there were drafts
+    return answer["choices"][0]["token_ids"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,14 +22,18 @@ from lilicorr.decode import SamplingParams
 from lilicorr.engine.engine import Counters
 from lilicorr.engine.pages import PagePool
 from lilicorr.engine.request import Request, TokenChunk
+from lilicorr.logprobs import TokenLogprobs
 from lilicorr.tiny import byte_tokenizer
 from serve_app.api import build_api
 from serve_app.detokenize import token_table
+from serve_app.guard import Limits
 from serve_app.replica import Replica
 from serve_app.served_model import ServedModel
 
 UNICODE = "ď 똻 👩‍👩‍👧 🙂🙂 漢字"
 CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+START, END = 257, 258  # <|im_start|>, <|im_end|>
 MAX_MODEL_LEN = 4096
 NUM_SLOTS = 5  # the fake drafts so many and has the first `block - 1` accepted
 
@@ -51,7 +57,8 @@ class _Echo:
 
 
 class EchoEngine:
-    """Answers with the last user message, one byte per token, `block` tokens per block; then the end token.
+    """Answers with the last user message, or with a prompt that is no chat, one byte per token, `block` tokens per
+    block; then the end token. Where that does not end the answer it starts again.
 
     A message BOOM fails, DIE breaks the device, NEVER is refused by `check`, LATE by `submit` alone. `pace_s` is how
     long a step takes. It has the attributes of the engine that a snapshot reads.
@@ -91,8 +98,12 @@ class EchoEngine:
         if message == list(b"LATE"):
             raise ValueError("this request came too late")
         self.requests.append(request)
-        params = request.params
-        self.scheduler.waiting.append(_Echo(request, [*message, *params.stop_ids][: params.max_new_tokens]))
+        answer = []
+        for token_id in itertools.islice(itertools.cycle([*message, END]), request.params.max_new_tokens):
+            answer.append(token_id)
+            if token_id in request.params.stop_ids:
+                break
+        self.scheduler.waiting.append(_Echo(request, answer))
 
     def abort(self, request_id: str) -> None:
         for place in (self.scheduler.running, self.scheduler.waiting):
@@ -129,22 +140,41 @@ class EchoEngine:
             self.counters.num_block_tokens += len(token_ids)
             for slot in range(num_accepted):
                 self.counters.accepted_at[slot] += 1
-        reason = None
+        reason, params = None, echo.request.params
         if echo.num_sent == len(echo.answer):
-            reason = "stop" if echo.answer[-1] in echo.request.params.stop_ids else "length"
-        return TokenChunk(request_id, token_ids, 0 if first else len(self.counters.accepted_at), num_accepted, reason)
+            reason = "stop" if echo.answer and echo.answer[-1] in params.stop_ids else "length"
+        num_drafted = 0 if first else len(self.counters.accepted_at)
+        logprobs = prompt_logprobs = None
+        if params.num_logprobs is not None:
+            logprobs = [token_logprobs(token_id, params.num_logprobs) for token_id in token_ids]
+        if first and echo.request.num_prompt_logprobs is not None:
+            count = echo.request.num_prompt_logprobs
+            prompt_logprobs = [None, *(token_logprobs(token_id, count) for token_id in echo.request.prompt_ids[1:])]
+        return TokenChunk(
+            request_id, token_ids, num_drafted, num_accepted, reason, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        )
+
+
+def token_logprobs(token_id: int, count: int) -> TokenLogprobs:
+    """Made up: the token is the likeliest one, "0", "1", ... come next; the end token cannot be."""
+    logprob = float("-inf") if token_id == END else -token_id / 1000
+    return TokenLogprobs(token_id, logprob, [(token_id, logprob), *((48 + i, -5.0 - i) for i in range(20))][:count])
 
 
 def _last_user_message(prompt_ids: list[int]) -> list[int]:
-    start, end = 257, 258
-    begin = [i for i, token_id in enumerate(prompt_ids) if token_id == start][-2] + len("user\n") + 1
-    return prompt_ids[begin : prompt_ids.index(end, begin)]
+    starts = [i for i, token_id in enumerate(prompt_ids) if token_id == START]
+    if len(starts) < 2:
+        return prompt_ids
+    begin = starts[-2] + len("user\n") + 1
+    return prompt_ids[begin : prompt_ids.index(END, begin)]
 
 
-def make_app(engine: EchoEngine, max_requests: int = 8, stall_s: float = 60.0) -> tuple[FastAPI, Replica]:
+def make_app(
+    engine: EchoEngine, max_requests: int = 8, stall_s: float = 60.0, limits: Limits | None = None
+) -> tuple[FastAPI, Replica]:
     """The API over `engine`; close the replica afterwards."""
     replica = Replica(engine, max_requests, stall_s)
-    return build_api(echo_model(), replica), replica
+    return build_api(echo_model(), replica, limits), replica
 
 
 def echo_model() -> ServedModel:
@@ -154,8 +184,11 @@ def echo_model() -> ServedModel:
         name="echo",
         tokenizer=tokenizer,
         token_table=token_table(tokenizer),
+        spelled_table=token_table(tokenizer, special=True),
         template_kwargs={"enable_thinking": False},
         stop_ids=(tokenizer.eos_token_id,),
+        num_rows=len(tokenizer) + 3,
+        num_slots=NUM_SLOTS,
         max_model_len=MAX_MODEL_LEN,
         fingerprint="0123",
         created=1_700_000_000,
@@ -189,9 +222,33 @@ def body(text: Any = "hello there", **fields: Any) -> dict[str, Any]:
     return {"model": "echo", "messages": [{"role": "user", "content": text}], **fields}
 
 
-def refused(client: TestClient, status: int = 400, **request: Any) -> dict[str, Any]:
+def ask(client: TestClient, text: Any = "hello there", **fields: Any) -> dict[str, Any]:
+    """The response to a chat request."""
+    response = client.post(CHAT, json=body(text, **fields))
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def complete(client: TestClient, prompt: Any, **fields: Any) -> dict[str, Any]:
+    """The response to a completion request."""
+    response = client.post(COMPLETIONS, json={"model": "echo", "prompt": prompt, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(client: TestClient, path: str, request: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parsed events of a streamed answer."""
+    response = client.post(path, json={**request, "stream": True})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def refused(client: TestClient, status: int = 400, path: str = CHAT, **request: Any) -> dict[str, Any]:
     """The error of a request that is refused with `status`."""
-    response = client.post(CHAT, **request)
+    response = client.post(path, **request)
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["message"] and error["type"]

@@ -10,6 +10,7 @@ from typing import Any
 from fakes import EchoEngine, echo_model, make_app
 from fastapi import FastAPI
 
+from serve_app.guard import Limits
 from serve_app.metrics import Report
 from serve_app.operations import Operations
 from serve_app.peers import Ask, Peers
@@ -98,10 +99,14 @@ class FakeServe:
 
 
 def operated_app(
-    engine: EchoEngine, serve: FakeServe | None = None, admin_key: bytes | None = ADMIN_KEY, ask: Ask | None = None
+    engine: EchoEngine,
+    serve: FakeServe | None = None,
+    admin_key: bytes | None = ADMIN_KEY,
+    ask: Ask | None = None,
+    limits: Limits | None = None,
 ) -> tuple[FastAPI, Replica]:
     """The API with the operator's routes; close the replica afterwards."""
-    app, replica = make_app(engine)
+    app, replica = make_app(engine, limits=limits)
 
     def own() -> Report:
         return Report("own", time.time(), engine.max_running, replica.snapshot(), replica.recorder.histograms())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +15,9 @@ from fakes import (
     NUM_SLOTS,
     UNICODE,
     EchoEngine,
+    ask,
     body,
+    events,
     listening,
     make_app,
     refused,
@@ -25,20 +26,8 @@ from fakes import (
 from fastapi.testclient import TestClient
 
 
-def ask(client: TestClient, text: Any = "hello there", **fields: Any) -> dict[str, Any]:
-    response = client.post(CHAT, json=body(text, **fields))
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def events(client: TestClient, text: Any = "hello there", **fields: Any) -> list[dict[str, Any]]:
-    """The parsed events of a streamed answer."""
-    response = client.post(CHAT, json=body(text, stream=True, **fields))
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+def chat_events(client: TestClient, text: Any = "hello there", **fields: Any) -> list[dict[str, Any]]:
+    return events(client, CHAT, body(text, **fields))
 
 
 def deltas(parsed: list[dict[str, Any]]) -> list[str]:
@@ -64,7 +53,7 @@ def test_answer_and_counts(client: TestClient) -> None:
 
 
 def test_stream_has_role_text_reason_and_end(client: TestClient) -> None:
-    parsed = events(client, "hello there")
+    parsed = chat_events(client, "hello there")
     assert parsed[0]["choices"][0]["delta"]["role"] == "assistant"
     assert all("role" not in event["choices"][0]["delta"] for event in parsed[1:])
     assert [event["choices"][0]["finish_reason"] for event in parsed] == [None] * (len(parsed) - 1) + ["stop"]
@@ -75,7 +64,7 @@ def test_stream_has_role_text_reason_and_end(client: TestClient) -> None:
 
 
 def test_stream_usage_equals_the_whole_answer(client: TestClient) -> None:
-    parsed = events(client, "hello there", stream_options={"include_usage": True})
+    parsed = chat_events(client, "hello there", stream_options={"include_usage": True})
     assert parsed[-1]["choices"] == []
     assert parsed[-1]["usage"] == ask(client, "hello there")["usage"]
     assert all(event["usage"] is None for event in parsed[:-1])
@@ -86,7 +75,7 @@ def test_unicode_streams_whole_characters(block: int) -> None:
     app, replica = make_app(EchoEngine(block))
     with TestClient(app) as client:
         whole = ask(client, UNICODE)["choices"][0]["message"]["content"]
-        pieces = deltas(events(client, UNICODE))
+        pieces = deltas(chat_events(client, UNICODE))
     replica.close()
     assert whole == UNICODE == "".join(pieces)
     assert not any("\ufffd" in piece for piece in pieces)
@@ -97,7 +86,7 @@ def test_cut_inside_a_character_drops_it(client: TestClient) -> None:
         answer = ask(client, UNICODE, max_tokens=limit)
         text = answer["choices"][0]["message"]["content"]
         assert text == UNICODE.encode()[:limit].decode(errors="ignore")
-        assert text == "".join(deltas(events(client, UNICODE, max_tokens=limit)))
+        assert text == "".join(deltas(chat_events(client, UNICODE, max_tokens=limit)))
         assert answer["usage"]["completion_tokens"] == limit
         assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -109,7 +98,7 @@ def test_stop_string_at_every_offset(client: TestClient, offset: int) -> None:
     assert answer["choices"][0]["message"]["content"] == "a" * offset
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == offset + len("<END>")
-    parsed = events(client, text, stop=["never", "<END>"], stream_options={"include_usage": True})
+    parsed = chat_events(client, text, stop=["never", "<END>"], stream_options={"include_usage": True})
     assert "".join(deltas(parsed)) == "a" * offset
     assert parsed[-1]["usage"] == answer["usage"]
 

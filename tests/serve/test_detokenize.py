@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from serve_app.detokenize import TextStream, token_table
+from serve_app.detokenize import TextStream, text_of, token_table
 
 
 def ids_of(text: str) -> list[int]:
@@ -32,7 +32,7 @@ def stream(token_ids: list[int], cuts: list[int], stop: tuple[str, ...] = ()) ->
         piece = text.push(token_ids[begin:end])
         pieces.append(piece.text)
         num_tokens += piece.num_tokens
-        if piece.stopped:
+        if piece.stop is not None:
             return pieces, num_tokens, True
     return [*pieces, text.finish()], num_tokens, False
 
@@ -123,3 +123,38 @@ def test_other_tokenizers_are_refused() -> None:
     backend.add_special_tokens([AddedToken("<s>")])
     with pytest.raises(ValueError, match="byte-level.*WordPiece"):
         token_table(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+@pytest.mark.parametrize("cuts", [[], [1, 2, 3, 4, 5], [3]])
+def test_stop_string_can_be_kept(cuts: list[int]) -> None:
+    text = TextStream(TABLE, ("b", "bc"), include_stop=True)
+    ids = ids_of("abcdef")
+    pieces = []
+    for begin, end in zip([0, *cuts], [*cuts, len(ids)]):
+        pieces.append(text.push(ids[begin:end]))
+        if pieces[-1].stop is not None:
+            break
+    assert "".join(piece.text for piece in pieces) == "ab"
+    assert pieces[-1].stop == "b" and sum(piece.num_tokens for piece in pieces) == 2
+
+
+@pytest.mark.parametrize("cuts", [[], [1, 2, 3, 4, 5], [3]])
+def test_no_stop_string_within_the_least_tokens(cuts: list[int]) -> None:
+    """Nor one that began there: what was sent cannot be taken back."""
+    ids = ids_of("ab|c|de|f")
+    text = TextStream(TABLE, ("|", "c|d"), min_tokens=4)
+    joined = ""
+    for begin, end in zip([0, *cuts], [*cuts, len(ids)]):
+        piece = text.push(ids[begin:end])
+        joined += piece.text
+        if piece.stop is not None:
+            break
+    assert (joined, piece.stop) == ("ab|c", "|")
+
+
+def test_special_tokens_can_be_spelled() -> None:
+    tokenizer = chat_tokenizer()
+    ids = [*ids_of("a"), *tokenizer.convert_tokens_to_ids(["<|im_end|>", "<think>"])]
+    spelled = token_table(tokenizer, special=True)
+    assert TextStream(spelled).push(ids).text == text_of(spelled, ids) == tokenizer.decode(ids)
+    assert text_of(TABLE, [*ids, 240, 10_000]) == "a<think>\ufffd"

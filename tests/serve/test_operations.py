@@ -13,6 +13,7 @@ from fakes import CHAT, NUM_SLOTS, UNICODE, EchoEngine, body, listening, wait_un
 from fastapi.testclient import TestClient
 from operated import ADMIN_KEY, FakeServe, operated_app, report
 
+from serve_app.guard import Limits
 from serve_app.metrics import Report
 from serve_app.operations import MAX_REPLICAS, read_admin_key
 
@@ -190,6 +191,25 @@ def test_leaving_the_page_ends_the_decoding() -> None:
         wait_until(lambda: replica.snapshot().num_finished == {"abort": 1})
         assert engine.num_open == 0
     replica.close()
+
+
+def test_api_keys_guard_all_but_the_page_without_data(engine: EchoEngine, serve: FakeServe) -> None:
+    app, replica = operated_app(engine, serve, limits=Limits(api_keys=("open sesame",)))
+    with TestClient(app) as client:
+        assert client.get("/ui").status_code == 200
+        key = {"authorization": "Bearer open sesame"}
+        for path in ("/metrics", "/ui/state"):
+            assert error(client.get(path), 401)["code"] == "invalid_api_key"
+            assert client.get(path, headers=key).status_code == 200
+        for path in ("/ui/try", "/ui/replicas"):
+            assert error(client.post(path, json={"replicas": 2}, headers=KEY), 401)["code"] == "invalid_api_key"
+        assert client.post("/ui/replicas", json={"replicas": 2}, headers=KEY | key).status_code == 202
+    replica.close()
+
+
+def test_a_body_beyond_all_measure_is_refused(page: TestClient) -> None:
+    assert error(page.post("/ui/try", content=b"x" * (2**20 + 1)), 413)
+    assert error(page.post("/ui/replicas", content=b"x" * 2000, headers=KEY), 413)
 
 
 def test_the_page_is_one_file_that_needs_nothing_else(page: TestClient) -> None:

@@ -14,6 +14,7 @@ from browser import CHROMIUM, Page, browser
 from fakes import CHAT, EchoEngine, body, listening
 from operated import ADMIN_KEY, FakeServe, operated_app, report
 
+from serve_app.guard import Limits
 from serve_app.metrics import Report
 
 pytestmark = pytest.mark.skipif(
@@ -136,6 +137,21 @@ def test_without_a_key_the_control_is_disabled_and_says_why(page: Page, serve: F
         page.open(f"{url}/ui")
         page.wait("document.getElementById('scale-news').textContent.includes('admin_key_file')")
         assert page.run("['count', 'admin-key', 'set'].every(id => document.getElementById(id).disabled)")
+        page.open("about:blank")
+    replica.close()
+
+
+def test_an_api_key_is_asked_for_where_one_is_needed(page: Page, serve: FakeServe) -> None:
+    app, replica = operated_app(EchoEngine(), serve, limits=Limits(api_keys=("open sesame",)))
+    with listening(app) as url:
+        page.open(f"{url}/ui")
+        page.wait("document.getElementById('api-key').offsetParent !== null")
+        page.wait("document.getElementById('news').textContent.includes('API key is needed')")
+        fill(page, api_key="open sesame")
+        shows(page, model="echo", wanted="1")
+        fill(page, prompt="hello", max=64)
+        page.run("document.getElementById('send').click()")
+        shows(page, answer="hello")
         page.open("about:blank")
     replica.close()
 

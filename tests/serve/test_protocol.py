@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from fakes import EchoEngine, body, refused
+from fakes import COMPLETIONS, EchoEngine, body, refused
 from fastapi.testclient import TestClient
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
@@ -33,6 +33,8 @@ BAD = [
     ("max_tokens", {"max_tokens": "10"}),
     ("max_tokens", {"max_tokens": 1.5}),
     ("max_tokens", {"max_tokens": 10**6}),
+    ("messages", {"messages": [{"role": "user", "content": "x" * 5000}], "max_tokens": 10}),
+    ("messages", {"messages": [{"role": "user", "content": "x" * 5000}], "stream": True}),
     ("max_completion_tokens", {"max_completion_tokens": 0}),
     ("max_tokens", {"max_tokens": 3, "max_completion_tokens": 4}),
     ("temperature", {"temperature": -0.1}),
@@ -50,24 +52,92 @@ BAD = [
     ("stream", {"stream": "yes"}),
     ("stream_options", {"stream_options": {"include_usage": True}}),
     ("stream_options.surprise", {"stream": True, "stream_options": {"surprise": True}}),
-    ("n", {"n": 2}),
     ("n", {"n": True}),
-    ("presence_penalty", {"presence_penalty": 0.5}),
-    ("frequency_penalty", {"frequency_penalty": -1}),
-    ("logit_bias", {"logit_bias": {"5": 10}}),
-    ("logprobs", {"logprobs": True}),
+    ("n", {"n": 0}),
+    ("n", {"n": 129}),
+    ("n", {"n": 9}),  # more than the replica takes at all
+    ("presence_penalty", {"presence_penalty": 2.5}),
+    ("frequency_penalty", {"frequency_penalty": -2.1}),
+    ("repetition_penalty", {"repetition_penalty": 0}),
+    ("min_p", {"min_p": 1.1}),
+    ("logit_bias", {"logit_bias": [5]}),
+    ("logit_bias", {"logit_bias": {"five": 1}}),
+    ("logit_bias", {"logit_bias": {"05": 1}}),
+    ("logit_bias", {"logit_bias": {"9" * 30: 1}}),
+    ("logit_bias", {"logit_bias": {str(key): 1 for key in range(301)}}),
+    ("logit_bias", {"logit_bias": {"264": 1}}),
+    ("logit_bias.5", {"logit_bias": {"5": 101}}),
+    ("logprobs", {"logprobs": 1}),
     ("top_logprobs", {"top_logprobs": 2}),
+    ("top_logprobs", {"logprobs": False, "top_logprobs": 2}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+    ("stop_token_ids[0]", {"stop_token_ids": [-1]}),
+    ("stop_token_ids", {"stop_token_ids": [264]}),
+    ("stop_token_ids", {"stop_token_ids": list(range(8))}),  # the model's own end token is the ninth
+    ("min_tokens", {"min_tokens": -1}),
+    ("min_tokens", {"min_tokens": 5, "max_tokens": 4}),
+    ("ignore_eos", {"ignore_eos": 1}),
+    ("skip_special_tokens", {"skip_special_tokens": "no"}),
+    ("include_stop_str_in_output", {"include_stop_str_in_output": 0}),
+    ("return_token_ids", {"return_token_ids": "x"}),
+    ("continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
+    ("stream_options.continuous_usage_stats", {"stream": True, "stream_options": {"continuous_usage_stats": 1}}),
+    ("stop[0]", {"stop": "\ud800"}),
+    ("cache_salt", {"cache_salt": "\ud800"}),
+    ("echo", {"echo": True}),
+    ("best_of", {"best_of": 2}),
+    ("prompt", {"prompt": "of the other route"}),
+    ("prompt_logprobs", {"prompt_logprobs": 1}),
     ("response_format", {"response_format": {"type": "json_object"}}),
     ("tools", {"tools": [{"type": "function"}]}),
     ("tool_choice", {"tool_choice": "required"}),
-    ("min_p", {"min_p": 0.1}),
-    ("repetition_penalty", {"repetition_penalty": 1.1}),
-    ("ignore_eos", {"ignore_eos": True}),
-    ("stop_token_ids", {"stop_token_ids": [3]}),
     ("reasoning_effort", {"reasoning_effort": "low"}),
     ("made_up", {"made_up": 1}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"tokenize": True}}),
     ("chat_template_kwargs", {"chat_template_kwargs": [1]}),
+]
+
+
+BAD_COMPLETIONS = [
+    ("prompt", {"prompt": None}),
+    ("prompt", {"prompt": ""}),
+    ("prompt", {"prompt": []}),
+    ("prompt", {"prompt": [[]]}),
+    ("prompt", {"prompt": ["a", ""]}),
+    ("prompt", {"prompt": ["a", [1]]}),
+    ("prompt", {"prompt": [1, "a"]}),
+    ("prompt", {"prompt": [1, True]}),
+    ("prompt", {"prompt": [1, 2.0]}),
+    ("prompt", {"prompt": [-1]}),
+    ("prompt", {"prompt": [264]}),
+    ("prompt", {"prompt": [[1], [2**70]]}),
+    ("prompt", {"prompt": {"text": "a"}}),
+    ("prompt", {"prompt": "\ud800"}),
+    ("prompt", {"prompt": 9 * ["a"]}),  # more than the replica takes at all
+    ("prompt", {"prompt": [[1] * 5000]}),
+    ("prompt", {"prompt": "x" * 5000, "max_tokens": 5}),
+    ("max_tokens", {"max_tokens": 4096}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": 0, "echo": True}),
+    ("max_completion_tokens", {"max_completion_tokens": 4}),
+    ("logprobs", {"logprobs": 6}),
+    ("logprobs", {"logprobs": True}),
+    ("top_logprobs", {"top_logprobs": 1}),
+    ("suffix", {"suffix": "end"}),
+    ("best_of", {"best_of": 3}),
+    ("echo", {"echo": "yes"}),
+    ("messages", {"messages": []}),
+]
+BAD_TOKENIZING = [
+    ("/tokenize", "prompt", {}),
+    ("/tokenize", "prompt", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}),
+    ("/tokenize", "prompt", {"prompt": [1]}),
+    ("/tokenize", "messages", {"messages": []}),
+    ("/tokenize", "temperature", {"prompt": "a", "temperature": 1}),
+    ("/detokenize", "tokens", {}),
+    ("/detokenize", "tokens", {"tokens": "abc"}),
+    ("/detokenize", "tokens[1]", {"tokens": [1, -1]}),
+    ("/detokenize", "tokens", {"tokens": [264]}),
 ]
 
 
@@ -79,6 +149,21 @@ def test_bad_field_is_named(client: TestClient, engine: EchoEngine, param: str, 
     assert error["type"] == "invalid_request_error"
     assert param.split("[")[0].split(".")[0] in error["message"] or error["code"] == "context_length_exceeded"
     assert not engine.params
+
+
+@pytest.mark.parametrize("param, fields", BAD_COMPLETIONS)
+def test_bad_completion_field_is_named(
+    client: TestClient, engine: EchoEngine, param: str, fields: dict[str, Any]
+) -> None:
+    content = json.dumps({"model": "echo", "prompt": "hello", **fields}).encode()
+    error = refused(client, path=COMPLETIONS, content=content)
+    assert error["param"] == param and param in error["message"]
+    assert not engine.params
+
+
+@pytest.mark.parametrize("path, param, fields", BAD_TOKENIZING)
+def test_bad_field_of_tokenizing_is_named(client: TestClient, path: str, param: str, fields: dict[str, Any]) -> None:
+    assert refused(client, path=path, json=fields)["param"] == param
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'"text"', b"[" * 100_000, b'{"model": NaN,}'])
