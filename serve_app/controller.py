@@ -7,6 +7,7 @@ public function for either, so this depends on the release that pyproject.toml p
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import ray
@@ -20,8 +21,8 @@ class Controller:
     """As `dashboard.Dashboard`. Every method waits for the controller: call it from a thread, not the event loop."""
 
     def details(self) -> dict[str, Any]:
-        """What Serve is doing."""
-        return _client().get_serve_details()
+        """What Serve is doing, in the words of the dashboard's JSON: the controller's own has enumerations."""
+        return json.loads(json.dumps(_client().get_serve_details()))
 
     def deploy(self, config: dict[str, Any]) -> None:
         """Make `config` the whole of what Serve runs."""

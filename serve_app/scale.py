@@ -95,7 +95,7 @@ def scaling_of(details: dict[str, Any], app: str = APP, deployment: str = DEPLOY
         minimum=minimum,
         maximum=maximum,
         wanted=wanted,
-        states=dict(Counter(str(replica["state"]) for replica in found.get("replicas", []))),
+        states=dict(Counter(replica["state"] for replica in found.get("replicas", []))),
         status=str(application.get("status")),
         message="; ".join(filter(None, (application.get("message"), found.get("message")))),
     )
