@@ -51,7 +51,7 @@ BLOCK = "block"
 CONTEXT_LENGTH, DRY_CONTEXT_LENGTH = 1500, 70
 CONCURRENCIES, DRY_CONCURRENCIES = (1, 8, 32), (1, 2)
 REPEATS, DRY_REPEATS = 30, 2
-GREEDY = Mix(sampled=False, filtered=False)
+GREEDY = Mix(sampled=False, filtered=False, processed=False, logprobs=False)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Block:
 
     def run(self) -> Tensor:
         """The whole step."""
-        return self.step.decode(self.rows, self.num_pages, GREEDY)
+        return self.step.decode(self.rows, self.num_pages, GREEDY).runs
 
     def _record(self) -> None:
         """Run the step once and keep each stage's call with its arguments, so that what is timed is what it does."""

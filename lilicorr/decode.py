@@ -24,12 +24,13 @@ from torch import Tensor
 
 from lilicorr.blocks import DraftOutput, Proposal, Verdict
 from lilicorr.draft_model import DraftModel
-from lilicorr.logprobs import check_num_logprobs
-from lilicorr.processing import check_processing
+from lilicorr.logprobs import TokenLogprobs, check_num_logprobs, logprob_table, read_logprobs
+from lilicorr.processing import check_processing, process, processing_of
 from lilicorr.target import Target
 from lilicorr.verify import Sampling, check_sampling, verify
 
 Observer = Callable[[DraftOutput | None, Proposal, Verdict], None]
+LogprobObserver = Callable[[list[TokenLogprobs]], None]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class SamplingParams:
         check_num_logprobs("num_logprobs", self.num_logprobs)
 
     @property
+    def filters_tokens(self) -> bool:
+        """Whether some tokens are never drawn for being unlikely, at a temperature above 0."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
     def processes_logits(self) -> bool:
         """Whether tokens are drawn from anything but the target's own logits."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
@@ -78,8 +84,8 @@ def check_request(target: Target, prompt_ids: list[int], params: SamplingParams,
         outside = [token_id for token_id in ids if not 0 <= token_id < vocab]
         if outside:
             raise ValueError(f"{name} token id {outside[0]} is outside the target's vocabulary of {vocab}")
-    if params.processes_logits or params.min_p > 0 or params.num_logprobs is not None:
-        raise ValueError("min_p, penalties, logit_bias, min_new_tokens and num_logprobs are not decoded")
+    if params.min_new_tokens > 0 and len(set(params.stop_ids)) == vocab:
+        raise ValueError(f"min_new_tokens is {params.min_new_tokens}, but all {vocab} token ids are stop ids")
     total = len(prompt_ids) + params.max_new_tokens
     if total > max_length:
         raise ValueError(
@@ -101,6 +107,7 @@ class Decoded:
     num_blocks: int
     num_block_tokens: int
     seconds: float  # of the whole call, prefill included
+    logprobs: list[TokenLogprobs] | None = None  # of each token, where `num_logprobs` asks for them
 
 
 class Decoder:
@@ -119,20 +126,39 @@ class Decoder:
     def generate(self, prompt_ids: list[int], params: SamplingParams, observe: Observer | None = None) -> Decoded:
         """Decode the whole answer; errors as in `stream`."""
         start = time.perf_counter()
-        runs = list(self.stream(prompt_ids, params, observe))
+        logprobs: list[TokenLogprobs] = []
+        runs = list(self.stream(prompt_ids, params, observe, logprobs.extend))
         seconds = time.perf_counter() - start
         token_ids = [token_id for run in runs for token_id in run]
         finish_reason = "stop" if token_ids[-1] in params.stop_ids else "length"
-        return Decoded(token_ids, finish_reason, len(runs) - 1, len(token_ids) - len(runs[0]), seconds)
+        blocks = (len(runs) - 1, len(token_ids) - len(runs[0]))
+        reported = logprobs if params.num_logprobs is not None else None
+        return Decoded(token_ids, finish_reason, *blocks, seconds, reported)
+
+    @torch.no_grad()
+    def prompt_logprobs(self, prompt_ids: list[int], num_top: int) -> list[TokenLogprobs | None]:
+        """Of each token of a prompt, with its `num_top` likeliest; None for the first, which follows nothing.
+
+        Raises ValueError for prompts that `stream` refuses, and for a number that may not be asked for.
+        """
+        check_num_logprobs("num_top", num_top)
+        check_request(self.target, prompt_ids, SamplingParams(0), self.target.max_length)
+        token_ids = torch.tensor([prompt_ids], device=self.target.device)
+        logits = self.target.logits(self.target.forward(token_ids).hidden[0, :-1])
+        return [None, *_report(logits, prompt_ids[1:], num_top)]
 
     def stream(
-        self, prompt_ids: list[int], params: SamplingParams, observe: Observer | None = None
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        observe: Observer | None = None,
+        observe_logprobs: LogprobObserver | None = None,
     ) -> Iterator[list[int]]:
         """Yield the answer as it is committed: the prefill's token, then one list per verified block.
 
         The last list is cut at a stop token, which stays, or at `max_new_tokens`. `observe` is called for every
         block before its tokens are yielded, with the draft (None in autoregression), the proposal and the
-        uncut verdict.
+        uncut verdict; where `params.num_logprobs` asks for them, `observe_logprobs` with those of every list.
 
         Raises ValueError for an empty prompt, ids outside the vocabulary, an answer of no tokens or one that could
         outgrow the target's context, and a target whose logits are NaN.
@@ -140,10 +166,16 @@ class Decoder:
         check_request(self.target, prompt_ids, params, self.target.max_length)
         if params.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {params.max_new_tokens}")
-        return self._runs(prompt_ids, params, observe)
+        return self._runs(prompt_ids, params, observe, observe_logprobs if params.num_logprobs is not None else None)
 
     @torch.no_grad()
-    def _runs(self, prompt_ids: list[int], params: SamplingParams, observe: Observer | None) -> Iterator[list[int]]:
+    def _runs(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        observe: Observer | None,
+        observe_logprobs: LogprobObserver | None,
+    ) -> Iterator[list[int]]:
         """The loop of the module's docstring."""
         room = len(prompt_ids) + params.max_new_tokens + self.num_slots
         cache = self.target.new_cache(room)
@@ -151,21 +183,24 @@ class Decoder:
         block = torch.tensor([prompt_ids], device=self.target.device)
         draft, proposal = None, _no_slots(self.target.device)
         position = len(prompt_ids)  # of slot 1's token: the first one that verification decides
-        remaining = params.max_new_tokens
+        answer: list[int] = []
         while True:
             output = self.target.forward(block, cache)
             logits = self.target.logits(output.hidden[:, -1 - proposal.token_ids.shape[1] :])
             if logits.isnan().any():
                 raise ValueError(f"the target's logits are NaN at position {position}: weights or dtype are broken")
-            verdict = verify(proposal, logits, self._sampling(params, position))
+            processed = self._processed(logits, proposal, params, prompt_ids, answer)
+            verdict = verify(proposal, processed, self._sampling(params, position))
             if observe is not None and position > len(prompt_ids):
                 observe(draft, proposal, verdict)
             num_accepted = int(verdict.num_accepted)
             run = [*proposal.token_ids[0, :num_accepted].tolist(), int(verdict.next_ids)]
-            committed = _cut(run, params.stop_ids, remaining)
+            committed = _cut(run, params.stop_ids, params.max_new_tokens - len(answer))
+            if observe_logprobs is not None:
+                observe_logprobs(_report(logits[0], committed, params.num_logprobs))
+            answer += committed
             yield committed
-            remaining -= len(committed)
-            if remaining == 0 or committed[-1] in params.stop_ids:
+            if len(answer) == params.max_new_tokens or committed[-1] in params.stop_ids:
                 return
             num_rows = block.shape[1] - proposal.token_ids.shape[1] + num_accepted
             cache.length = position + num_accepted
@@ -175,6 +210,15 @@ class Decoder:
                 draft = self.draft_model.draft(verdict.next_ids, context)
                 proposal = self.draft_model.head.propose(draft, self._sampling(params, position)).trimmed()
             block = torch.cat([verdict.next_ids[:, None], proposal.token_ids], dim=1)
+
+    def _processed(
+        self, logits: Tensor, proposal: Proposal, params: SamplingParams, prompt_ids: list[int], answer: list[int]
+    ) -> Tensor:
+        """The logits [1, S + 1, V] that the request's tokens are drawn from."""
+        if not params.processes_logits:
+            return logits
+        processing = processing_of(params, prompt_ids, answer, logits.shape[-1], logits.device)
+        return process(logits, proposal.token_ids, processing)
 
     def _sampling(self, params: SamplingParams, position: int) -> Sampling:
         """The request's sampling as one row, for the token at `position`."""
@@ -189,8 +233,15 @@ class Decoder:
             seeds=row(params.seed, torch.int64),
             positions=row(position, torch.int64),
             any_sampled=params.temperature > 0,
-            any_filtered=params.top_k > 0 or params.top_p < 1,
+            any_filtered=params.filters_tokens,
+            min_p=row(params.min_p, torch.float64),
         )
+
+
+def _report(logits: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+    """The log-probabilities of tokens under the first rows of logits [Q, V]."""
+    table = logprob_table(logits[: len(token_ids)], torch.tensor(token_ids, dtype=torch.int64, device=logits.device))
+    return read_logprobs(table.tolist(), token_ids, num_top)
 
 
 def _no_slots(device: torch.device) -> Proposal:

@@ -2,7 +2,7 @@
 
 Place in the flow: the decoders call `verify` with the head's `Proposal` and the target's logits on
 `[anchor, drafts]`, and commit the accepted run and the token after it. The committed tokens have exactly
-the target's own law (after temperature, top-k and top-p), whatever the proposal:
+the target's own law (after temperature and filters), whatever the proposal:
 
 - A point mass (`probs is None`): the target's own token is drawn at every position and the leading matches
   are accepted. Given that the draw differs from the draft it has the residual law, so this is exactly
@@ -55,7 +55,8 @@ class Sampling:
     seeds: Tensor  # [N] int64
     positions: Tensor  # [N] int64, absolute position of slot 1's token
     any_sampled: bool = True  # some row has temperature > 0
-    any_filtered: bool = True  # some row has top_k > 0 or top_p < 1
+    any_filtered: bool = True  # some row has top_k > 0, top_p < 1 or min_p > 0
+    min_p: Tensor | None = None  # [N] float, 0 is off; None: off in every row
 
     @classmethod
     def greedy(cls, num_rows: int, device: torch.device | str = "cpu") -> Sampling:
@@ -141,8 +142,8 @@ def _noise(keys: Tensor, numbers: Tensor) -> Tensor:
 def target_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """The law of a token, the target's or a draft's: logits [N, Q, V] -> probabilities [N, Q, V], at least fp32.
 
-    Temperature, then top-k, then top-p of what top-k left; ties keep the lowest ids. A row of
-    temperature 0 is the one-hot of its argmax.
+    Temperature, then min-p and top-k, then top-p of what these left; ties keep the lowest ids, but min-p keeps
+    equal ones alike. A row of temperature 0 is the one-hot of its argmax.
     """
     logits = wide(logits)
     temperature = sampling.temperature[:, None, None].to(logits.dtype)
@@ -164,7 +165,7 @@ def _scaled(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def last_kept(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The last id that top-k and top-p leave: logits [N, Q, V] -> int64 [N, Q].
+    """The last id that top-k, top-p and min-p leave: logits [N, Q, V] -> int64 [N, Q].
 
     "Last" is by descending logit, equal ones by ascending id: what is left is a beginning of that order.
     """
@@ -172,11 +173,13 @@ def last_kept(logits: Tensor, sampling: Sampling) -> Tensor:
     top_k, top_p = sampling.top_k[:, None, None], sampling.top_p[:, None, None].double()
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     rank = torch.arange(logits.shape[-1], device=logits.device)
-    within_k = (rank < top_k) | (top_k == 0)
+    within = (rank < top_k) | (top_k == 0)
     ordered = _scaled(logits, sampling).gather(-1, order).double()
-    probs = ordered.masked_fill(~within_k, -math.inf).softmax(-1)
+    if sampling.min_p is not None:
+        within = within & (ordered >= sampling.min_p[:, None, None].double().log())
+    probs = ordered.masked_fill(~within, -math.inf).softmax(-1)
     mass_before = probs.cumsum(-1) - probs
-    kept = within_k & ((mass_before < top_p) | (top_p >= 1) | (rank == 0))
+    kept = within & ((mass_before < top_p) | (top_p >= 1) | (rank == 0))
     return order.gather(-1, prefix_length(kept)[..., None] - 1)[..., 0]
 
 

@@ -36,7 +36,7 @@ class Snapshot:
     waiting: int  # requests that have none
     waiting_tokens: int  # of their prompts
     total_pages: int
-    free_pages: int  # a request could get them; those whose content is cached are among them
+    free_pages: int  # no request holds them; those whose content is cached are among them
     num_steps: int
     num_tokens: int  # committed
     num_prompt_tokens: int  # positions prefilled, after a preemption again
@@ -299,7 +299,7 @@ class Replica:
             waiting=len(scheduler.waiting),
             waiting_tokens=sum(progress.num_to_prefill for progress in scheduler.waiting),
             total_pages=pool.num_pages,
-            free_pages=pool.num_free,
+            free_pages=pool.num_pages - pool.num_used,
             num_steps=counters.num_steps,
             num_tokens=counters.num_tokens,
             num_prompt_tokens=counters.num_prompt_tokens,

@@ -28,7 +28,14 @@ VOCAB = 12
 DRAWS = 400_000
 
 
-def sampled(num_rows: int, seed: int = 0, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Sampling:
+def sampled(
+    num_rows: int,
+    seed: int = 0,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float | None = None,
+) -> Sampling:
     """Rows that differ in their seed only."""
     return Sampling(
         temperature=torch.full((num_rows,), temperature),
@@ -36,6 +43,7 @@ def sampled(num_rows: int, seed: int = 0, temperature: float = 1.0, top_k: int =
         top_p=torch.full((num_rows,), top_p),
         seeds=torch.arange(num_rows) + seed * num_rows,
         positions=torch.full((num_rows,), 7),
+        min_p=None if min_p is None else torch.full((num_rows,), min_p, dtype=torch.float64),
     )
 
 
@@ -219,6 +227,10 @@ def test_target_probs_filters():
     assert law(top_p=0.71) == normalised(0.4, 0.3, 0.15, 0, 0)
     assert law(top_p=1e-6) == [1, 0, 0, 0, 0]
     assert law(top_k=3, top_p=0.8) == normalised(0.4, 0.3, 0, 0, 0)  # 0.7 of 0.85 left by top-k is already 0.82
+    assert law(min_p=0.2) == normalised(0.4, 0.3, 0.15, 0.1, 0)
+    assert law(min_p=0.3, temperature=0.5) == normalised(0.16, 0.09, 0, 0, 0)  # of the law over the temperature
+    assert law(min_p=0.3, top_p=0.8) == normalised(0.4, 0.3, 0, 0, 0)  # of what min-p leaves, as after top-k
+    assert law(min_p=1.0) == [1, 0, 0, 0, 0]
     tail = target_probs(torch.tensor([[[0.0, -50.0]]], dtype=torch.float64), sampled(1))[0, 0, 1]
     assert float(tail) / math.exp(-50) == pytest.approx(1.0)  # top_p = 1 drops nothing, though the sum is 1 before it
     # so close that a division by the temperature makes them equal: the larger logit still goes first
@@ -226,6 +238,7 @@ def test_target_probs_filters():
     assert target_probs(close, sampled(1, temperature=1e7, top_k=2))[0, 0].nonzero().flatten().tolist() == [1, 2]
     tied = target_probs(torch.zeros(1, 1, 6), sampled(1, top_k=2))[0, 0]
     assert tied.tolist() == [0.5, 0.5, 0, 0, 0, 0]
+    assert target_probs(torch.zeros(1, 1, 4), sampled(1, min_p=1.0))[0, 0].tolist() == 4 * [0.25]
 
 
 def test_draw_inverts_the_distribution_function():
@@ -325,6 +338,9 @@ def test_random_numbers_are_a_fixed_function_of_their_key():
         dict(top_p=0.0),
         dict(top_p=1.1),
         dict(top_p=math.nan),
+        dict(min_p=-0.1),
+        dict(min_p=1.1),
+        dict(min_p=math.nan),
         dict(seed=2**63),
     ],
 )

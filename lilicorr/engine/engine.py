@@ -32,7 +32,8 @@ from lilicorr.engine.pages import PagePool, num_pages_for
 from lilicorr.engine.request import Progress, Request, TokenChunk
 from lilicorr.engine.row import MAX_STOP_IDS, RowState, upload
 from lilicorr.engine.scheduler import Piece, Scheduler
-from lilicorr.engine.step import AT_LIMIT, BROKEN, STOPPED, Mix, Prefill, Step
+from lilicorr.engine.step import AT_LIMIT, BROKEN, STOPPED, Mix, Outcome, Prefill, Step
+from lilicorr.logprobs import TokenLogprobs, read_logprobs
 from lilicorr.target import Target
 
 FINISH_REASONS = {STOPPED: "stop", AT_LIMIT: "length"}
@@ -60,10 +61,25 @@ class _Flight:
     """A pass whose results the host has not read."""
 
     step_id: int
-    progresses: list[Progress]  # of the first rows of `output`
-    output: Tensor  # [N, S + 1 + 4] on the host, complete once `copied` has happened
+    progresses: list[Progress]  # of the first rows of `outcome`
+    outcome: Outcome  # on the host, complete once `copied` has happened
+    reported: Sequence[Piece]  # of its log-probabilities of prompts
     copied: torch.cuda.Event | None
     verified: bool  # a block, not a prefill
+
+    def logprobs(self, index: int, token_ids: list[int]) -> list[TokenLogprobs] | None:
+        """Of the first tokens of a row, where its request asks for them."""
+        num_top = self.progresses[index].request.params.num_logprobs
+        if num_top is None:
+            return None
+        return read_logprobs(self.outcome.logprobs[index, : len(token_ids)].tolist(), token_ids, num_top)
+
+    def read_prompts(self) -> None:
+        """Note the log-probabilities of prompts; a prompt that is prefilled again begins again."""
+        for index, piece in enumerate(self.reported):
+            table, request = self.outcome.prompt_logprobs[index, : len(piece.following)], piece.progress.request
+            found = read_logprobs(table.tolist(), piece.following, request.num_prompt_logprobs)
+            piece.progress.prompt_logprobs[piece.start + 1 :] = found
 
 
 class Engine:
@@ -94,7 +110,8 @@ class Engine:
         paged = PagedTarget(target, num_pages, max_pages)
         drafter = PagedDrafter(draft_model, target, num_pages, max_pages) if draft_model is not None else None
         context = (drafter.context_width, drafter.dtype) if drafter is not None else (0, target.embed.dtype)
-        self.state = RowState(config.max_running, max_pages, *context, target.device)
+        vocab = target.embed.shape[0]
+        self.state = RowState(config.max_running, max_pages, vocab, *context, target.device)
         self.pool = PagePool(num_pages, identity)
         self.scheduler = Scheduler(config, self.pool, self.state, num_tokens)
         self._step = Step(paged, drafter, self.state, width, config.deterministic)
@@ -116,9 +133,7 @@ class Engine:
         check_request(self.target, request.prompt_ids, request.params, self.max_model_len)
         if len(request.params.stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"at most {MAX_STOP_IDS} stop ids, got {len(request.params.stop_ids)}")
-        if request.num_prompt_logprobs is not None:
-            raise ValueError("num_prompt_logprobs is not decoded")
-        length = len(request.prompt_ids) + request.params.max_new_tokens + self.scheduler.num_tokens - 2
+        length = len(request.prompt_ids) + max(1, request.params.max_new_tokens) + self.scheduler.num_tokens - 2
         if num_pages_for(length) > self.pool.num_pages:
             raise ValueError(
                 f"prompt ({len(request.prompt_ids)} tokens) and max_new_tokens ({request.params.max_new_tokens}) need "
@@ -191,16 +206,20 @@ class Engine:
         for request in requests:
             self.submit(request)
         progresses, done = dict(self._requests), {}
+        logprobs: dict[str, list[TokenLogprobs]] = {request.id: [] for request in requests}
         while self.busy:
             for chunk in self.step():
                 if chunk.error is not None:
                     raise RuntimeError(f"prompt {chunk.request_id}: {chunk.error}")
+                logprobs[chunk.request_id] += chunk.logprobs or []
                 if chunk.last:
                     progress = progresses[chunk.request_id]
-                    answer = progress.token_ids[len(progress.request.prompt_ids) :]
                     seconds = time.perf_counter() - began
                     blocks = (progress.num_blocks, progress.num_block_tokens)
-                    done[chunk.request_id] = Decoded(answer, chunk.finish_reason, *blocks, seconds)
+                    reported = logprobs[chunk.request_id] if chunk.logprobs is not None else None
+                    done[chunk.request_id] = Decoded(
+                        progress.answer_ids, chunk.finish_reason, *blocks, seconds, reported
+                    )
         return [done[request.id] for request in requests]
 
     def _launch_prefill(self, pieces: list[Piece]) -> None:
@@ -213,6 +232,8 @@ class Engine:
         tokens = [fill(p.progress.token_ids[p.start : p.start + p.count], size, 0) for p in pieces]
         ends = [index for index, piece in enumerate(pieces) if piece.last]
         progresses = [pieces[index].progress for index in ends]
+        reported = [index for index, piece in enumerate(pieces) if piece.progress.reports_prompt]
+        following = [pieces[index].following for index in reported]
         batch = Prefill(
             token_ids=upload(tokens + num_filled * [size * [0]], torch.int64, device),
             rows=upload(fill([piece.progress.row for piece in pieces], count, state.dummy), torch.int64, device),
@@ -220,36 +241,39 @@ class Engine:
             counts=upload(fill([piece.count for piece in pieces], count, 0), torch.int64, device),
             ends=upload(ends, torch.int64, device),
             anchors=upload([p.token_ids[-1] if p.num_answered else -1 for p in progresses], torch.int64, device),
+            reported=reported,
+            following=upload([fill(ids, size, 0) for ids in following], torch.int64, device),
         )
         num_pages = self._pages_read(num_pages_for(max(piece.start for piece in pieces) + size))
-        output = self._step.prefill(batch, num_pages, _mix(progresses))
+        outcome = self._step.prefill(batch, num_pages, _mix(progresses))
         for piece in pieces:
             self.scheduler.register(piece.progress)
         self.counters.num_prompt_tokens += sum(piece.count for piece in pieces)
-        self._fly(progresses, output, verified=False)
+        self._fly(progresses, outcome, verified=False, reported=[pieces[index] for index in reported])
 
     def _launch_decode(self, progresses: list[Progress]) -> None:
         """Start one block of every row that decodes."""
         num_pages = self._pages_read(max(len(progress.pages) for progress in progresses))
-        output = self._decode([progress.row for progress in progresses], num_pages, _mix(progresses))
-        self._fly(progresses, output, verified=True)
+        outcome = self._decode([progress.row for progress in progresses], num_pages, _mix(progresses))
+        self._fly(progresses, outcome, verified=True)
 
     def _pages_read(self, num_pages: int) -> int:
         """Columns of the page table a pass reads: on a CPU fewer are faster, but one shape needs all of them."""
         width = self.state.page_table.shape[1]
         return width if self.config.deterministic else min(num_pages, width)
 
-    def _fly(self, progresses: list[Progress], output: Tensor, verified: bool) -> None:
+    def _fly(
+        self, progresses: list[Progress], outcome: Outcome, verified: bool, reported: Sequence[Piece] = ()
+    ) -> None:
         """Note a pass that was started, and copy its results to the host behind it."""
         copied = None
-        if output.device.type == "cuda":
-            host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-            host.copy_(output, non_blocking=True)
-            copied, output = torch.cuda.Event(), host
+        if outcome.runs.device.type == "cuda":
+            outcome = Outcome(*(_to_host(part) for part in (outcome.runs, outcome.logprobs, outcome.prompt_logprobs)))
+            copied = torch.cuda.Event()
             copied.record()
         for progress in progresses:
             progress.num_in_flight += 1
-        self._in_flight.append(_Flight(self.scheduler.step_id, progresses, output, copied, verified))
+        self._in_flight.append(_Flight(self.scheduler.step_id, progresses, outcome, reported, copied, verified))
 
     def _publish(self, chunks: list[TokenChunk], step_id: int) -> None:
         """Read the passes of all steps up to `step_id`, and let go of what waited for their end."""
@@ -257,18 +281,25 @@ class Engine:
             flight = self._in_flight.popleft()
             if flight.copied is not None:
                 flight.copied.synchronize()
-            for progress, (*tokens, count, num_drafted, num_accepted, status) in zip(
-                flight.progresses, flight.output.tolist()
+            flight.read_prompts()
+            for index, (progress, (*tokens, count, num_drafted, num_accepted, status)) in enumerate(
+                zip(flight.progresses, flight.outcome.runs.tolist())
             ):
                 progress.num_in_flight -= 1
                 if not progress.finished:  # else it ended in an earlier step, or was aborted
                     passed = (num_drafted, num_accepted) if flight.verified else None
-                    chunk = self._advance(progress, tokens[:count], passed, status)
+                    logprobs = flight.logprobs(index, tokens[:count])
+                    chunk = self._advance(progress, tokens[:count], passed, status, logprobs)
                     chunks += [chunk] if chunk.token_ids or chunk.last else []
         self.pool.collect(step_id)
 
     def _advance(
-        self, progress: Progress, token_ids: list[int], verified: tuple[int, int] | None, status: int
+        self,
+        progress: Progress,
+        token_ids: list[int],
+        verified: tuple[int, int] | None,
+        status: int,
+        logprobs: list[TokenLogprobs] | None,
     ) -> TokenChunk:
         """What one pass did for a request; `verified` drafts of its block, and accepted ones, None for a prefill."""
         request_id, counters = progress.request.id, self.counters
@@ -286,15 +317,25 @@ class Engine:
             progress.num_block_tokens += len(token_ids)
             for slot in range(num_accepted):
                 counters.accepted_at[slot] += 1
+        prompt_logprobs = progress.prompt_logprobs if progress.reports_prompt else None
         self.scheduler.commit(progress, token_ids)
         reason = FINISH_REASONS.get(status)
         if reason is not None:
             self._forget(progress)
-        return TokenChunk(request_id, token_ids, num_drafted, num_accepted, reason)
+        return TokenChunk(
+            request_id, token_ids, num_drafted, num_accepted, reason, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        )
 
     def _forget(self, progress: Progress) -> None:
         del self._requests[progress.request.id]
         self.scheduler.leave(progress)
+
+
+def _to_host(part: Tensor | None) -> Tensor | None:
+    """A copy on the host, complete once the device has come so far."""
+    if part is None:
+        return None
+    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
 
 
 def _mix(progresses: list[Progress]) -> Mix:
@@ -302,5 +343,7 @@ def _mix(progresses: list[Progress]) -> Mix:
     params = [progress.request.params for progress in progresses]
     return Mix(
         sampled=any(p.temperature > 0 for p in params),
-        filtered=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
+        filtered=any(p.temperature > 0 and p.filters_tokens for p in params),
+        processed=any(p.processes_logits for p in params),
+        logprobs=any(p.num_logprobs is not None for p in params),
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lilicorr.engine.row import upload
-from lilicorr.engine.step import Mix, Step
+from lilicorr.engine.step import Mix, Outcome, Step
 
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
 
@@ -28,7 +28,7 @@ class EagerDecode:
         self._step = step
         self._batch_size = batch_size
 
-    def __call__(self, rows: list[int], num_pages: int, mix: Mix) -> Tensor:
+    def __call__(self, rows: list[int], num_pages: int, mix: Mix) -> Outcome:
         """`Step.decode` of `rows`, with the dummy row behind them."""
         filled = fill(rows, self._batch_size or len(rows), self._step.state.dummy)
         return self._step.decode(upload(filled, torch.int64, self._step.state.device), num_pages, mix)
@@ -49,9 +49,9 @@ class GraphDecode:
         self._sizes = sizes  # ascending
         self._num_pages = step.state.page_table.shape[1]  # loops end at the device's lengths, not at this
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[int, Mix], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._graphs: dict[tuple[int, Mix], tuple[torch.cuda.CUDAGraph, Tensor, Outcome]] = {}
 
-    def __call__(self, rows: list[int], num_pages: int, mix: Mix) -> Tensor:
+    def __call__(self, rows: list[int], num_pages: int, mix: Mix) -> Outcome:
         """`Step.decode` of `rows`, with the dummy row behind them; `num_pages` is the table's whole width."""
         size = next_size(len(rows), self._sizes)
         if (size, mix) not in self._graphs:
@@ -65,8 +65,8 @@ class GraphDecode:
     def warm_up(self) -> None:
         """Capture every batch size for greedy and for plainly sampled requests; largest first, for the pool's sake."""
         for size in reversed(self._sizes):
-            for mix in (Mix(sampled=False, filtered=False), Mix(sampled=True, filtered=False)):
-                self._capture(size, mix)
+            for sampled in (False, True):
+                self._capture(size, Mix(sampled, filtered=False, processed=False, logprobs=False))
 
     def _capture(self, size: int, mix: Mix) -> None:
         """Run the step over dummy rows until lazy set-up is over, then record it."""

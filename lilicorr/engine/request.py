@@ -68,6 +68,7 @@ class Progress:
     num_in_flight: int = 0  # steps that may commit tokens the host has not seen
     num_blocks: int = 0
     num_block_tokens: int = 0  # see `decode.Decoded`
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # of the prompt's pieces so far
     finished: bool = False
 
     @property
@@ -76,11 +77,21 @@ class Progress:
         return len(self.token_ids) - len(self.request.prompt_ids)
 
     @property
+    def answer_ids(self) -> list[int]:
+        """The answer so far."""
+        return self.token_ids[len(self.request.prompt_ids) :]
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether the prompt's log-probabilities are asked for and not handed out."""
+        return self.request.num_prompt_logprobs is not None and self.num_answered == 0
+
+    @property
     def num_to_prefill(self) -> int:
         """Positions to fill before decoding: the prompt, or after a preemption all but the anchor."""
         return len(self.token_ids) - (self.num_answered > 0)
 
     @property
     def max_length(self) -> int:
-        """Positions of the longest answer, with its prompt."""
-        return len(self.request.prompt_ids) + self.request.params.max_new_tokens
+        """Positions of the longest answer, with its prompt; one of no tokens has the room of one."""
+        return len(self.request.prompt_ids) + max(1, self.request.params.max_new_tokens)

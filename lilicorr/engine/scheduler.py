@@ -32,6 +32,11 @@ class Piece:
     count: int
 
     @property
+    def following(self) -> list[int]:
+        """The known tokens behind each of the piece's; at the end of the sequence there is one less."""
+        return self.progress.token_ids[self.start + 1 : self.start + self.count + 1]
+
+    @property
     def last(self) -> bool:
         """Whether the request decodes from here on."""
         return self.start + self.count == self.progress.num_to_prefill
@@ -88,8 +93,7 @@ class Scheduler:
             self.num_cached_tokens += progress.num_written
             progress.row = self.rows.index(None)
             self.rows[progress.row] = progress
-            params = progress.request.params
-            self.state.join(progress.row, params, params.max_new_tokens - progress.num_answered)
+            self.state.join(progress.row, progress.request.params, progress.request.prompt_ids, progress.answer_ids)
             entries += [(progress.row, index, page) for index, page in enumerate(progress.pages)]
         self.state.write_pages(entries)
 
@@ -159,8 +163,8 @@ class Scheduler:
 
     def _cached_pages(self, progress: Progress) -> list[int]:
         """Known pages of the request's beginning. The last token is always run: it gives the token after it and the
-        anchor's context."""
-        if not self.config.prefix_cache:
+        anchor's context. A prompt that is reported on is run as a whole."""
+        if not self.config.prefix_cache or progress.reports_prompt:
             return []
         self.pool.extend_keys(progress.keys, progress.token_ids, progress.request.cache_salt)
         return self.pool.find(progress.keys[: (progress.num_to_prefill - 1) // PAGE_SIZE])

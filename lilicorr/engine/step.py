@@ -25,6 +25,8 @@ from lilicorr.blocks import Proposal, Verdict, prefix_length
 from lilicorr.engine.model import PagedDrafter, PagedTarget, Places, page_slots
 from lilicorr.engine.row import RowState
 from lilicorr.kernels.accept import accept
+from lilicorr.logprobs import logprob_table
+from lilicorr.processing import process
 
 RUNNING, STOPPED, AT_LIMIT, BROKEN = range(4)  # what a step says of a row; BROKEN: the target's logits are NaN
 
@@ -42,6 +44,8 @@ class Prefill:
     counts: Tensor  # [P] int64, tokens without padding
     ends: Tensor  # [M] int64, indices of pieces
     anchors: Tensor  # [M] int64, the token behind the piece where it was drawn before, else -1
+    reported: list[int]  # indices of K pieces that are to be reported on
+    following: Tensor  # [K, Q] int64, the tokens behind each of theirs, right-padded
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,19 @@ class Mix:
 
     sampled: bool = True
     filtered: bool = True
+    processed: bool = True  # some request changes its logits (`SamplingParams.processes_logits`)
+    logprobs: bool = True  # some request asks for log-probabilities
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a pass did, for the host to read."""
+
+    # [N, S + 1 + 4] int64: S + 1 tokens of which the first `count` were committed, count, drafts put to the test,
+    # accepted ones, and what became of the row
+    runs: Tensor
+    logprobs: Tensor | None = None  # [N, S + 1, ...] `logprob_table` of the tokens, where the mix has log-probabilities
+    prompt_logprobs: Tensor | None = None  # [K, Q, ...] of what follows in the pieces reported on, where there are any
 
 
 class Step:
@@ -68,11 +85,10 @@ class Step:
         assert width > self.num_slots, f"{width} positions cannot hold an anchor and {self.num_slots} drafts"
 
     @torch.no_grad()
-    def decode(self, rows: Tensor, num_pages: int, mix: Mix) -> Tensor:
+    def decode(self, rows: Tensor, num_pages: int, mix: Mix) -> Outcome:
         """Decode one block of each of `rows` [N], none of which needs more than `num_pages` pages.
 
-        Returns [N, S + 1 + 4] int64: S + 1 tokens of which the first `count` were committed, count, drafts put to the
-        test, accepted ones, and what became of the row. Rows that are not active commit nothing.
+        Rows that are not active commit nothing.
         """
         state, num_tokens = self.state, self.num_slots + 1
         active, starts, anchor_ids = state.active[rows], state.lengths[rows], state.anchor_ids[rows]
@@ -89,7 +105,7 @@ class Step:
         padding = anchor_ids[:, None].expand(-1, self.width - num_tokens)
         output = self.target.forward(torch.cat([anchor_ids[:, None], proposal.token_ids, padding], dim=1), places)
         logits = self.target.logits(output.hidden)[:, :num_tokens].contiguous()
-        verdict = accept(proposal, logits, sampling)
+        verdict = accept(proposal, self._processed(rows, logits, proposal, mix), sampling)
 
         context = None
         if self.drafter is not None:
@@ -97,13 +113,13 @@ class Step:
             kept = torch.arange(num_tokens, device=rows.device) <= verdict.num_accepted[:, None]
             committed = replace(committed, slots=committed.slots.where(kept, -1))
             context = self.drafter.append(output.features[:, :num_tokens], committed)
-        return self._commit(rows, starts, active, proposal, verdict, _broken(logits), context)
+        return self._commit(rows, starts, active, proposal, verdict, logits, mix, context)
 
     @torch.no_grad()
-    def prefill(self, pieces: Prefill, num_pages: int, mix: Mix) -> Tensor:
+    def prefill(self, pieces: Prefill, num_pages: int, mix: Mix) -> Outcome:
         """Write pieces to the pages and draw the token behind each that ends its sequence.
 
-        Returns [M, 1 + 4] for these, as `decode` does; where the token is known already nothing is committed.
+        Returns the outcome of these M, blocks of no slots; where the token is known already nothing is committed.
         """
         state, size = self.state, pieces.token_ids.shape[1]
         inside = torch.arange(size, device=state.device) < pieces.counts[:, None]
@@ -114,16 +130,30 @@ class Step:
 
         rows, last = pieces.rows[pieces.ends], pieces.counts[pieces.ends] - 1
         starts, known = pieces.starts[pieces.ends] + last, pieces.anchors >= 0
-        if self.one_shape:
-            logits = self.target.logits(output.hidden)[pieces.ends, last][:, None]
+        whole = self.target.logits(output.hidden) if self.one_shape else None
+        if whole is not None:
+            logits = whole[pieces.ends, last][:, None]
         else:
             logits = self.target.logits(output.hidden[pieces.ends, last])[:, None]
         none = Proposal(rows.new_empty(len(rows), 0))
-        verdict = accept(none, logits, state.sampling(rows, starts + 1, mix.sampled, mix.filtered))
+        processed = self._processed(rows, logits, none, mix)
+        verdict = accept(none, processed, state.sampling(rows, starts + 1, mix.sampled, mix.filtered))
         verdict = replace(verdict, next_ids=torch.where(known, pieces.anchors, verdict.next_ids))
         context = context[pieces.ends, last][:, None] if context is not None else None
         joining = torch.ones_like(known)
-        return self._commit(rows, starts, joining, none, verdict, _broken(logits), context, known)
+        outcome = self._commit(rows, starts, joining, none, verdict, logits, mix, context, known)
+        # piece by piece: logits of all positions of all pieces at once would outgrow everything else
+        tables = [
+            logprob_table(self.target.logits(output.hidden[index]) if whole is None else whole[index], following)
+            for index, following in zip(pieces.reported, pieces.following)
+        ]
+        return replace(outcome, prompt_logprobs=torch.stack(tables)) if tables else outcome
+
+    def _processed(self, rows: Tensor, logits: Tensor, proposal: Proposal, mix: Mix) -> Tensor:
+        """The logits [N, S + 1, V] that the tokens of `rows` [N] are drawn from."""
+        if not mix.processed:
+            return logits
+        return process(logits, proposal.token_ids, self.state.processing.of_rows(rows))
 
     def _commit(
         self,
@@ -132,10 +162,11 @@ class Step:
         active: Tensor,
         proposal: Proposal,
         verdict: Verdict,
-        broken: Tensor,
+        logits: Tensor,
+        mix: Mix,
         context: Tensor | None,
         silent: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Outcome:
         """Make the accepted run and the token after it part of the sequences; the new anchor is that token.
 
         What stands behind a stop token or the limit is cut from the answer; such a row is done. `silent` rows
@@ -153,7 +184,7 @@ class Step:
         status = torch.where(stopped, STOPPED, torch.where(count == remaining, AT_LIMIT, RUNNING))
         if silent is not None:
             count, status = count.where(~silent, 0), status.where(~silent, RUNNING)
-        count, status = count.where(active, 0), status.where(~broken, BROKEN)
+        count, status = count.where(active, 0), status.where(~_broken(logits), BROKEN)
 
         state.active[rows] = active & (status == RUNNING)
         state.lengths[rows] = torch.where(active, starts + num_accepted + 1, state.lengths[rows])
@@ -162,7 +193,10 @@ class Step:
         if context is not None:
             newest = context[torch.arange(len(rows), device=rows.device), num_accepted]
             state.anchor_context[rows] = torch.where(active[:, None], newest, state.anchor_context[rows])
-        return torch.cat([run, torch.stack([count, tested, num_accepted, status], dim=1)], dim=1)
+        if mix.processed:
+            state.processing.count(rows, run, count)
+        logprobs = logprob_table(logits, run) if mix.logprobs else None
+        return Outcome(torch.cat([run, torch.stack([count, tested, num_accepted, status], dim=1)], dim=1), logprobs)
 
 
 def _places(

@@ -111,7 +111,7 @@ def roll_out(step: Step, draft: DraftOutput, contract: str, sampling: Sampling |
     """Draft slot after slot, each given the one before it.
 
     Deterministic, or without a row of temperature above 0: the argmax of every slot, a point mass. Sampled: a draw
-    from the softmax of `step`'s logits at the row's own temperature, top-k and top-p; the proposal then holds
+    from the softmax of `step`'s logits at the row's own temperature and filters; the proposal then holds
     exactly these laws.
     """
     drawn = contract == SAMPLED and sampling is not None and sampling.any_sampled

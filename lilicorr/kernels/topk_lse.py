@@ -12,7 +12,7 @@ from torch import Tensor
 from lilicorr.blocks import wide
 from lilicorr.kernels.language import ceil_div, jit, next_power, tl
 
-MAX_CANDIDATES = 16
+MAX_CANDIDATES = 32
 LANES = 1024  # neighbouring logits that a program reads at once
 UNROLLED = 4  # reads under way at once
 MAX_STEPS = 32  # reads of a program: the longer a slice, the less its own K candidates cost
@@ -122,7 +122,7 @@ def _merge_kernel(
 
 def topk_lse_triton(logits: Tensor, num_candidates: int, num_ids: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The Triton version of `topk_lse`: every slice of a row once, then the slices of a row together."""
-    if num_candidates not in (1, 2, 4, 8, MAX_CANDIDATES):
+    if num_candidates not in (1, 2, 4, 8, 16, MAX_CANDIDATES):
         raise ValueError(f"num_candidates must be a power of two up to {MAX_CANDIDATES}, got {num_candidates}")
     assert not (torch.is_grad_enabled() and logits.requires_grad), "topk_lse has no gradient on a GPU"
     assert logits.stride(1) == 1, f"logits of strides {logits.stride()} are not contiguous in the vocabulary"
@@ -157,7 +157,7 @@ def topk_lse(logits: Tensor, num_candidates: int, num_ids: int | None = None) ->
 
     logits [M, V] of any float type; columns from `num_ids` on do not count (None: all do). Returns values [M, K],
     ids [M, K] int64 and lse [M], values and lse in fp32 (fp64 for fp64 logits on a CPU). A row of -inf has the ids
-    0..K-1, values and lse -inf. On a GPU there is no gradient and K must be a power of two up to 16.
+    0..K-1, values and lse -inf. On a GPU there is no gradient and K must be a power of two up to 32.
     """
     version = topk_lse_triton if logits.is_cuda else topk_lse_reference
     return version(logits, num_candidates, num_ids)

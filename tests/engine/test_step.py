@@ -36,7 +36,8 @@ def started(head: str | None = "lilicorr") -> Engine:
 
 def snapshot(engine: Engine) -> list[torch.Tensor]:
     """State of all rows, and all pages."""
-    state = [value for value in vars(engine.state).values() if isinstance(value, torch.Tensor)]
+    values = [*vars(engine.state).values(), *vars(engine.state.processing).values()]
+    state = [value for value in values if isinstance(value, torch.Tensor)]
     layers = [*engine._step.target.layers, *(engine._step.drafter.layers if engine._step.drafter else [])]
     return [tensor.clone() for tensor in (*state, *(p for layer in layers for p in (layer.k_pages, layer.v_pages)))]
 
@@ -48,7 +49,7 @@ def test_rows_that_are_not_active_change_nothing(head: str | None) -> None:
     for row in range(3):
         engine.state.leave(row)
     before = snapshot(engine)
-    output = engine._step.decode(torch.tensor([0, 2, dummy, dummy]), 4, Mix())
+    output = engine._step.decode(torch.tensor([0, 2, dummy, dummy]), 4, Mix()).runs
     assert output[:, -4].tolist() == [0, 0, 0, 0]
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(engine), strict=True))
 
@@ -56,8 +57,8 @@ def test_rows_that_are_not_active_change_nothing(head: str | None) -> None:
 @pytest.mark.parametrize("size", [3, 4, 8])
 def test_a_batch_filled_with_the_dummy_decodes_the_same(size: int) -> None:
     plain, filled = started(), started()
-    expected = EagerDecode(plain._step, None)([0, 1, 2], 8, Mix())
-    got = EagerDecode(filled._step, size)([0, 1, 2], 8, Mix())
+    expected = EagerDecode(plain._step, None)([0, 1, 2], 8, Mix()).runs
+    got = EagerDecode(filled._step, size)([0, 1, 2], 8, Mix()).runs
     assert torch.equal(got[:3], expected) and expected[:, -3].gt(0).all()
     assert torch.equal(filled.state.lengths[:3], plain.state.lengths[:3])
     assert filled.state.lengths[filled.state.dummy] == 0 and not filled.state.active[filled.state.dummy]
@@ -65,7 +66,9 @@ def test_a_batch_filled_with_the_dummy_decodes_the_same(size: int) -> None:
 
 def test_order_and_company_of_rows_do_not_matter() -> None:
     expected = started()._step.decode(torch.tensor([0, 1, 2]), 8, Mix())
-    assert torch.equal(started()._step.decode(torch.tensor([2, 0]), 8, Mix()), expected[[2, 0]])
+    found = started()._step.decode(torch.tensor([2, 0]), 8, Mix())
+    assert torch.equal(found.runs, expected.runs[[2, 0]])
+    torch.testing.assert_close(found.logprobs[..., 0], expected.logprobs[[2, 0], :, 0])
 
 
 def test_batch_sizes() -> None:
@@ -108,6 +111,7 @@ def test_the_step_never_looks_at_a_value(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("lilicorr.engine.model.paged_attention", lambda queries, *_: queries)
     monkeypatch.setattr("lilicorr.engine.model.norm_rope", lambda queries, *_: queries)
+    monkeypatch.setattr("lilicorr.logprobs.topk_lse", lambda rows, k: (rows[:, :k], rows[:, :k].long(), rows[:, 0]))
     for name in ("item", "tolist", "__bool__", "__int__", "__index__", "nonzero"):
         monkeypatch.setattr(torch.Tensor, name, look)
     step.decode(torch.zeros(2, dtype=torch.int64), 4, Mix(sampled=True, filtered=False))

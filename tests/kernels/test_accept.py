@@ -27,6 +27,7 @@ def make_sampling(device: str, filtered: bool = False) -> Sampling:
         seeds=torch.randint(-(2**62), 2**62, (NUM_ROWS,), generator=generator).to(device),
         positions=torch.randint(0, 4000, (NUM_ROWS,), generator=generator).to(device),
         any_filtered=filtered,
+        min_p=torch.tensor([0.5, 0.0, 0.0, 0.1, 0.0, 0.2], dtype=torch.float64).to(device) if filtered else None,
     )
 
 

@@ -43,7 +43,7 @@ def test_reference_has_gradients_of_values_and_normaliser():
     assert torch.allclose(logits.grad, expected)
 
 
-@pytest.mark.parametrize("num_candidates", [1, 8, 16])
+@pytest.mark.parametrize("num_candidates", [1, 8, 16, 32])
 @pytest.mark.parametrize("vocab", [1, 7, 1000, 1025, 4097])
 def test_triton_equals_reference(vocab: int, num_candidates: int, device: str):
     num_candidates = min(num_candidates, 1 << (vocab.bit_length() - 1))

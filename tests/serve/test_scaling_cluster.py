@@ -79,6 +79,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for name, value in RAY_VARIABLES.items():
             if name != "RAY_AUTH_MODE":
                 patch.setenv(name, value)
+        patch.setenv("RAY_DASHBOARD_STARTUP_TIMEOUT_S", "300")
+        patch.setattr(local, "START_TIMEOUT_S", PATIENCE_S)
         head = local.start(folder / ".ray")
     try:
         variables = local.environment(folder / ".ray")

@@ -1,0 +1,262 @@
+"""The endpoint over the real engine, without Ray: its answers are those of decode.py, alone and in company."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+from fakes import CHAT, COMPLETIONS, listening, wait_until
+from models import load, save_random_checkpoint
+
+from lilicorr.blocks import DraftOutput, Proposal
+from lilicorr.chat import render_prompt
+from lilicorr.checkpoint import load_draft_model
+from lilicorr.config import EngineConfig
+from lilicorr.decode import Decoder, SamplingParams
+from lilicorr.engine.engine import Engine
+from lilicorr.tiny import tiny_target_folder
+from lilicorr.verify import Sampling
+from serve_app.api import build_api
+from serve_app.args import AppArgs
+from serve_app.detokenize import TextStream
+from serve_app.replica import Replica
+from serve_app.served_model import ServedModel, served_model
+
+QUESTIONS = ["What is 1 + 1?", "def add(a, b):", "ď 漢字", "", "a", "x = " * 40]
+ROWS, PAGES = 3, 5  # pages for less than two of the longest answers: others have to give way
+
+
+class KnownText(torch.nn.Module):
+    """Drafts what the reference decoder answers, wrong at every fifth position and where no text is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: dict[int, list[int]] = {}  # prompt and answer by the request's seed
+
+    def propose(self, draft: DraftOutput, sampling: Sampling) -> Proposal:
+        rows = []
+        for seed, start in zip(sampling.seeds.tolist(), sampling.positions.tolist()):
+            text = self.texts.get(seed, [])
+            positions = range(start, start + draft.hidden.shape[1])
+            rows.append([text[p] if p < len(text) and p % 5 else 0 for p in positions])
+        return Proposal(torch.tensor(rows))
+
+
+@dataclass
+class Served:
+    """A running endpoint and the reference decoder of the same weights."""
+
+    url: str
+    model: ServedModel
+    replica: Replica
+    decoder: Decoder
+    head: KnownText
+
+    def text(self, prompt_ids: list[int], params: SamplingParams) -> tuple[str, int]:
+        """What decode.py answers, and its number of tokens; from here on the drafts of this seed are right."""
+        token_ids = self.decoder.generate(prompt_ids, params).token_ids
+        self.head.texts[params.seed] = prompt_ids + token_ids
+        stream = TextStream(self.model.token_table)
+        return stream.push(token_ids).text + stream.finish(), len(token_ids)
+
+    def chat_prompt(self, question: str) -> list[int]:
+        return render_prompt(self.model.tokenizer, [{"role": "user", "content": question}], {})
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("models")
+    target = tiny_target_folder(folder / "target")
+    save_random_checkpoint(folder / "checkpoint", target, seed=0)
+    args = AppArgs(checkpoint=str(folder / "checkpoint"), target=str(target), model_name="tiny", max_queue=20)
+    reference, loaded, head = load(target), load(target), KnownText()
+    decoder = Decoder(reference, load_draft_model(folder / "checkpoint", reference))
+    draft_model = load_draft_model(folder / "checkpoint", loaded)
+    draft_model.head = head
+    engine = Engine(loaded, draft_model, EngineConfig(max_running=ROWS, num_pages=PAGES))
+    model, replica = served_model(args, engine), Replica(engine, args.max_requests, args.stall_s)
+    with listening(build_api(model, replica)) as url:
+        yield Served(url, model, replica, decoder, head)
+    replica.close()
+
+
+SETTINGS = [
+    SamplingParams(20, stop_ids=(258,)),
+    SamplingParams(20, 1e-6, stop_ids=(258,)),
+    SamplingParams(20, 1.0, stop_ids=(258,)),
+    SamplingParams(20, 0.8, 20, 0.95, 0, (258,)),
+]
+
+
+def chat_body(question: str, params: SamplingParams, **fields: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": question}], "max_tokens": params.max_new_tokens}
+    body |= {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "seed": params.seed}
+    return body | fields
+
+
+def test_answers_are_those_of_the_reference_all_at_once(served: Served) -> None:
+    """Greedy, nearly greedy and sampled requests in one batch, more than there are rows."""
+    cases = [(question, params) for question in QUESTIONS for params in SETTINGS][:12]
+    cases = [(question, replace(params, seed=seed)) for seed, (question, params) in enumerate(cases)]
+    expected = [served.text(served.chat_prompt(question), params) for question, params in cases]
+    before = served.replica.snapshot()
+    with ThreadPoolExecutor(len(cases)) as pool:
+        posted = [pool.submit(httpx2.post, served.url + CHAT, json=chat_body(*case), timeout=250) for case in cases]
+        responses = [future.result() for future in posted]
+    drafted = accepted = 0
+    for (text, num_tokens), response in zip(expected, responses):
+        answer = response.json()
+        assert answer["choices"][0]["message"]["content"] == text
+        assert answer["usage"]["completion_tokens"] == num_tokens
+        details = answer["usage"]["completion_tokens_details"]
+        accepted += details["accepted_prediction_tokens"]
+        drafted += sum(details.values())
+    wait_until(lambda: served.replica.snapshot().running == 0)
+    after = served.replica.snapshot()
+    assert after.num_drafted - before.num_drafted == drafted
+    assert after.num_accepted - before.num_accepted == accepted > len(cases)
+    assert after.free_pages == after.total_pages == PAGES
+
+
+def test_pages_that_run_short_change_nothing(served: Served) -> None:
+    params = SamplingParams(130)
+    with ThreadPoolExecutor(ROWS) as pool:
+        prompts = [f"{number}:" for number in range(ROWS)]
+        fields = {"model": "tiny", "max_tokens": 130, "temperature": 0, "ignore_eos": True}
+        bodies = [{**fields, "prompt": prompt} for prompt in prompts]
+        posted = [pool.submit(httpx2.post, served.url + COMPLETIONS, json=body, timeout=250) for body in bodies]
+        answers = [future.result().json() for future in posted]
+    for prompt, answer in zip(prompts, answers):
+        assert answer["choices"][0]["text"] == served.text([*prompt.encode()], params)[0]
+    assert served.replica.snapshot().num_preemptions > 0
+
+
+@pytest.mark.parametrize("num_kept", range(1, 7))
+def test_stop_token_within_accepted_drafts(served: Served, num_kept: int) -> None:
+    """Blocks of up to four tokens: a stop token in every place of a block ends the answer there."""
+    prompt_ids = [*b"where to stop"]
+    served.text(prompt_ids, SamplingParams(20, seed=77))
+    answer_ids = served.head.texts[77][len(prompt_ids) :]
+    body = {"model": "tiny", "prompt": prompt_ids, "max_tokens": 20, "seed": 77, "temperature": 0, "ignore_eos": True}
+    body |= {"stop_token_ids": [answer_ids[num_kept]], "return_token_ids": True, "return_speculative_metrics": True}
+    answer = httpx2.post(served.url + COMPLETIONS, json=body, timeout=250).json()
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == answer_ids[: answer_ids.index(answer_ids[num_kept]) + 1]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", answer_ids[num_kept])
+    figures = answer["metrics"]["speculative_decoding"]
+    assert figures["num_spec_steps"] + figures["num_accepted_draft_tokens"] + 1 >= len(choice["token_ids"])
+
+
+def test_one_prompt_many_times_has_one_answer(served: Served) -> None:
+    """And its beginning is computed once: the cached pages bring the drafter's context along."""
+    prompt = "said before " * 11
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0}
+    first = httpx2.post(served.url + COMPLETIONS, json=body, timeout=250).json()
+    cached = served.replica.snapshot().num_cached_tokens
+    with ThreadPoolExecutor(8) as pool:
+        posted = [pool.submit(httpx2.post, served.url + COMPLETIONS, json=body, timeout=250) for _ in range(8)]
+        answers = [future.result().json() for future in posted]
+    assert {answer["choices"][0]["text"] for answer in answers} == {first["choices"][0]["text"]}
+    assert {answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] for answer in answers} == {
+        first["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+    }
+    assert served.replica.snapshot().num_cached_tokens >= cached + 8 * 128
+
+
+def test_answer_of_one_token_drafts_nothing(served: Served) -> None:
+    before = served.replica.snapshot()
+    httpx2.post(served.url + COMPLETIONS, json={"model": "tiny", "prompt": "one", "max_tokens": 1}, timeout=250)
+    wait_until(lambda: served.replica.snapshot().running == 0)
+    after = served.replica.snapshot()
+    assert (after.num_drafts, after.num_drafted) == (before.num_drafts, before.num_drafted)
+    assert after.num_tokens == before.num_tokens + 1
+
+
+@pytest.mark.parametrize("prompt", ["a", "ab", [1, 2, 3, 4, 5]])
+def test_short_prompts(served: Served, prompt: Any) -> None:
+    answer = httpx2.post(
+        served.url + COMPLETIONS,
+        json={"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True},
+        timeout=250,
+    ).json()
+    prompt_ids = [*prompt.encode()] if isinstance(prompt, str) else prompt
+    assert answer["choices"][0]["text"] == served.text(prompt_ids, SamplingParams(24))[0]
+
+
+def test_seeds_make_answers(served: Served) -> None:
+    """The same seed gives the same answer, alone and among others; without one no two answers are alike."""
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", timeout=250) as sdk:
+
+        def texts(**fields: Any) -> list[str]:
+            answer = sdk.completions.create(model="tiny", prompt="seed", max_tokens=16, temperature=1, **fields)
+            return [choice.text for choice in answer.choices]
+
+        seeded = texts(seed=5, n=4)
+        assert seeded == texts(seed=5, n=4) and texts(seed=5) == seeded[:1]
+        assert len(set(seeded)) == 4
+        assert len({*texts(n=4), *texts()}) == 5
+
+
+def test_sdk_streams_what_it_gets_whole(served: Served) -> None:
+    params = SETTINGS[3]
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", timeout=250) as sdk:
+        assert [model.id for model in sdk.models.list()] == ["tiny"]
+        assert sdk.models.retrieve("tiny").id == "tiny"
+        body = chat_body("def add(a, b):", params)
+        body["extra_body"] = {"top_k": body.pop("top_k")}
+        whole = sdk.chat.completions.create(**body)
+        chunks = list(sdk.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == (
+            whole.choices[0].message.content
+        )
+        assert chunks[-1].usage == whole.usage
+        with pytest.raises(openai.BadRequestError, match="response_format"):
+            sdk.chat.completions.create(**body, response_format={"type": "json_object"})
+        with pytest.raises(openai.NotFoundError):
+            sdk.chat.completions.create(**{**body, "model": "other"})
+
+
+def test_async_sdk_and_parts(served: Served) -> None:
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", timeout=250) as sdk:
+            parts = [{"type": "text", "text": "def add"}, {"type": "text", "text": "(a, b):"}]
+            body = chat_body("", SETTINGS[0], messages=[{"role": "user", "content": parts}])
+            del body["top_k"]
+            stream = await sdk.chat.completions.create(**body, stream=True)
+            return [chunk.choices[0].delta.content or "" async for chunk in stream]
+
+    expected = served.text(served.chat_prompt("def add(a, b):"), SETTINGS[0])[0]
+    assert "".join(asyncio.run(run())) == expected
+
+
+def test_leaving_client_frees_its_row(served: Served) -> None:
+    """Three clients leave in the middle of long answers; rows and pages are free again."""
+    body = chat_body("go on", SamplingParams(250), stream=True, ignore_eos=True)
+    before = served.replica.snapshot()
+    for _ in range(ROWS):
+        with httpx2.stream("POST", served.url + CHAT, json=body, timeout=250) as response:
+            lines = response.iter_lines()
+            while '"content": ""' not in next(lines):
+                pass
+    wait_until(lambda: served.replica.snapshot().num_finished.get("abort", 0) >= ROWS, timeout_s=120)
+    wait_until(lambda: served.replica.snapshot().free_pages == PAGES)
+    after = served.replica.snapshot()
+    assert after.running == after.waiting == served.replica.num_requests == 0
+    assert after.num_tokens - before.num_tokens < 250 * ROWS
+
+
+def test_answers_fit_the_page_pool(served: Served) -> None:
+    """Pages for less than one context: the model card says how much, and no request waits for pages there are not."""
+    assert served.model.max_model_len < 1024
+    response = httpx2.post(
+        served.url + COMPLETIONS,
+        json={"model": "tiny", "prompt": "a", "max_tokens": served.model.max_model_len, "ignore_eos": True},
+    )
+    assert response.status_code == 400 and str(served.model.max_model_len) in response.json()["error"]["message"]
