@@ -130,7 +130,7 @@ def load_benchmark(name: str, path: str | Path | None = None, max_prompts: int |
     name, a set without a package where `path` is None, and a file or row that does not fit; FileNotFoundError
     where the file or the package is missing.
     """
-    benchmark = _benchmark(name, path)
+    benchmark = check_benchmark(name, path)
     prompts = [
         BenchmarkPrompt(
             row_id,
@@ -167,7 +167,7 @@ def benchmark_facts(name: str, path: str | Path | None = None) -> dict[str, Any]
 
 def _read(name: str, path: str | Path | None, folder: Path | None) -> tuple[list[tuple[str, list[str], Row]], str, str]:
     """Every row as (id, its texts, the row), with where they are from and the sha256 of the file."""
-    benchmark = _benchmark(name, path)
+    benchmark = check_benchmark(name, path)
     if path is not None:
         data, where = Path(path).read_bytes(), str(path)
     else:
@@ -183,13 +183,19 @@ def _read(name: str, path: str | Path | None, folder: Path | None) -> tuple[list
     return rows, where, hashlib.sha256(data).hexdigest()
 
 
-def _benchmark(name: str, path: str | Path | None) -> Benchmark:
-    """The set's entry; ValueError for an unknown name, or where a path is needed and missing."""
+def check_benchmark(name: str, path: str | Path | None = None) -> Benchmark:
+    """The set's entry.
+
+    Raises ValueError for an unknown name, or where a path is needed and missing, and FileNotFoundError if there is no
+    such file.
+    """
     if name not in BENCHMARKS:
         raise ValueError(f"unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}")
     if path is None and BENCHMARKS[name].shipped is None:
         shipped = ", ".join(known for known, entry in BENCHMARKS.items() if entry.shipped)
         raise ValueError(f"no package has {name!r}: give the path of its file. Packaged sets: {shipped}")
+    if path is not None and not Path(path).is_file():
+        raise FileNotFoundError(f"file of the set {name!r} does not exist: {path}")
     return BENCHMARKS[name]
 
 

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 import yaml
 
 Config = TypeVar("Config")
+BUILT_IN = ("embedded", "random", "smollm2")  # targets that the package has or makes
+TARGET_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,21 @@ class TargetConfig:
     dtype: str = "float32"  # of the frozen weights
     mask_token_id: int | None = None  # None: the first embedding row past the tokenizer, else its mask token
     template_kwargs: dict[str, Any] = field(default_factory=lambda: {"enable_thinking": False})
+
+    @property
+    def path(self) -> Path | None:
+        """The folder that `source` names by its path; None for a built-in target and for a name that has no folder."""
+        path = Path(self.source).expanduser()
+        looks_like_path = self.source.startswith((".", "/", "~")) or self.source.count("/") > 1
+        return path if self.source not in BUILT_IN and (looks_like_path or path.is_dir()) else None
+
+
+def check_target(config: TargetConfig) -> None:
+    """Raise ValueError for a type of weights that is none, and for a target folder that holds no model."""
+    if config.dtype not in TARGET_DTYPES:
+        raise ValueError(f"target.dtype must be one of {', '.join(TARGET_DTYPES)}, got {config.dtype!r}")
+    if config.path is not None and not (config.path / "config.json").is_file():
+        raise ValueError(f"target folder {config.path} has no config.json")
 
 
 @dataclass(frozen=True)
@@ -315,16 +332,42 @@ def with_overrides(config: Config, overrides: list[str]) -> Config:
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
                 raise ValueError(f"{path}: {key} is not a section")
-        node[keys[-1]] = yaml.safe_load(text)
+        node[keys[-1]] = _yaml(text, override)
     return from_dict(type(config), values)
 
 
 def load_profile(name: str, folder: Path, overrides: list[str] | None = None) -> PipelineConfig:
-    """Read `folder/name.yaml` over the defaults and apply dotted overrides."""
-    path = folder / f"{name}.yaml"
+    """Read a profile over the defaults and apply dotted overrides.
+
+    `name` is a profile of `folder`, or the path of a YAML file anywhere. Raises ValueError, with the nearest names, if
+    there is no such profile, and for a file that is no mapping of known keys.
+    """
+    own = name.endswith((".yaml", ".yml"))
+    path = Path(name) if own else folder / f"{name}.yaml"
     if not path.is_file():
-        known = sorted(p.stem for p in folder.glob("*.yaml"))
-        raise ValueError(f"no profile {name!r} in {folder}; known profiles: {', '.join(known)}")
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    config = from_dict(PipelineConfig, {"profile": name, **values})
+        raise ValueError(_unknown_profile(path, folder, own))
+    values = _yaml(path.read_text(encoding="utf-8"), str(path)) or {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must be a mapping, got {values!r:.60}")
+    config = from_dict(PipelineConfig, {"profile": path.stem, **values})
     return with_overrides(config, overrides or [])
+
+
+def _unknown_profile(path: Path, folder: Path, own: bool) -> str:
+    """What to say where the profile `path` is missing: names of `folder`, and of files beside it that resemble it."""
+    known = sorted(p.stem for p in folder.glob("*.yaml"))
+    beside = {str(p): p.stem for end in ("yaml", "yml") for p in path.parent.glob(f"*.{end}")} if own else {}
+    near = difflib.get_close_matches(path.stem, [*known, *beside.values()], n=3)
+    names = [*(name for name in known if name in near), *(file for file, stem in beside.items() if stem in near)]
+    guess = f"; did you mean {' or '.join(names)}?" if names else ""
+    missing = f"no profile file {path}" if own else f"no profile {path.stem!r} in {folder}"
+    return f"{missing}{guess} (known profiles: {', '.join(known)})"
+
+
+def _yaml(text: str, where: str) -> Any:
+    """The value of a YAML text; ValueError in one line where it is none."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        place = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        raise ValueError(f"{where} is not YAML: {error.problem} in {place}") from error

@@ -22,6 +22,7 @@ from lilicorr.blocks import IN_PLACE, BlockSpec, wide
 from lilicorr.config import DrafterConfig, YarnConfig
 from lilicorr.target import Target, default_layer_ids, rope_theta
 
+SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_captured_layers")
 LayerKV = tuple[Tensor, Tensor]  # keys and values of one layer, each [R, kv heads, T, head width]
 
 
@@ -42,6 +43,15 @@ class DrafterShape:
     rope_theta: float
     max_position_embeddings: int
     yarn: YarnConfig | None = None  # at inference only
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} of a drafter must be at least 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads {self.num_heads}, got {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
 
 
 def drafter_shape(config: DrafterConfig, target_config: Any) -> DrafterShape:
@@ -280,6 +290,8 @@ def copy_target_layers(drafter: Drafter, target: Target) -> None:
     in the target; the weights of the target's input norms move into the matrices behind them, since the context
     passes no layer's norm. Raises ValueError if the shapes differ or the target has biases there.
     """
+    if len(drafter.layers) > len(target.layers):
+        raise ValueError(f"num_layers is {len(drafter.layers)}, the target has {len(target.layers)} layers to copy")
     layers = list(target.layers)[-len(drafter.layers) :]
     for ours, theirs in zip(drafter.layers, layers, strict=True):
         for block, norm in (("self_attn", "input_layernorm"), ("mlp", "post_attention_layernorm")):

@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 AUTOREGRESSIVE = "autoregressive"  # always measured; speed-ups are relative to it
 DFLASH = "dflash"  # gains in tau are relative to the system of this name
 EXACT_DTYPES = (torch.float32, torch.float64)  # in which greedy outputs must agree token for token
+# The prompts themselves are in the key, other seeds are other results, and `temperature` is that of the results.
+NOT_IN_KEY = ("sets", "max_prompts", "sampled_seeds", "sampled_temperature")
 WARM_UP_TOKENS = 16
 LOG_EVERY_S = 30.0
 PRINT_WIDTH = 130  # columns of a log file
@@ -136,11 +138,13 @@ def run_sets(
     systems = {AUTOREGRESSIVE: System(target, None)}
     systems |= {name: System(target, draft_model) for name, draft_model in draft_models.items()}
     results: dict[str, Any] = {"systems": {name: {} for name in systems}, "sets": {}}
-    # the prompts themselves are in the key, and other seeds are other results
-    settings = dataclasses.replace(config, sets=(), max_prompts=None, sampled_seeds=())
+    settings = key_settings(config, list(systems))
     for name, prompts in sets.items():
         key = fingerprint(settings, identity, list(systems), [dataclasses.asdict(prompt) for prompt in prompts])
-        if previous.get("sets", {}).get(name, {}).get("fingerprint") == key:
+        before = previous.get("sets", {}).get(name, {}).get("fingerprint")
+        if before not in (None, key):
+            logger.info("%s: prompts, weights, code or settings changed (%s -> %s), measured again", name, before, key)
+        if before == key:
             logger.info("%s: done before, kept", name)
             results["sets"][name] = previous["sets"][name]
             found = {system: previous["systems"][system][name] for system in systems}
@@ -152,6 +156,20 @@ def run_sets(
             results["systems"][system][name] = values
         save(results)
     return results
+
+
+def key_settings(config: EvaluateConfig, systems: Sequence[str]) -> dict[str, Any]:
+    """The settings that decide the results of these systems: part of the fingerprint of a set.
+
+    What only says which other results there are is left out, so greedy results outlive a change of it.
+    """
+    settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_IN_KEY}
+    settings["systems"] = {
+        name: {field: value for field, value in system.items() if field != "sampled_only"}
+        for name, system in settings["systems"].items()
+        if name in systems
+    }
+    return settings
 
 
 class SetRunner:

@@ -253,8 +253,16 @@ def _stdlib_rows() -> Iterator[tuple[Mapping[str, Any], bool]]:
             yield row, held_out
 
 
-def _nemotron_rows(data_dir: str | None) -> Iterator[Mapping[str, Any]]:
-    """Rows of the four splits of Nemotron Post-Training Dataset V2; the category is the split's name."""
+def check_source(config: PromptConfig) -> None:
+    """Raise ValueError if the source's files are not where the config says; no row is read."""
+    if config.source == "nemotron_v2":
+        _nemotron_files(config.data_dir)
+    elif config.source not in ("stdlib", "packages"):
+        corpus_files(Path(config.source).expanduser())
+
+
+def _nemotron_files(data_dir: str | None) -> list[Path]:
+    """The files of the four splits of Nemotron Post-Training Dataset V2."""
     if data_dir is None:
         patterns = " ".join(f"--include 'data/{split}-*'" for split in NEMOTRON_SPLITS)
         raise ValueError(
@@ -268,10 +276,14 @@ def _nemotron_rows(data_dir: str | None) -> Iterator[Mapping[str, Any]]:
     missing = [split for split in NEMOTRON_SPLITS if not any(f.name.startswith(f"{split}-") for f in files)]
     if missing:
         raise ValueError(f"{data_dir} has no files {', '.join(f'{split}-*.parquet' for split in missing)}")
-    for file in files:
+    return [file for file in files if file.name.partition("-")[0] in NEMOTRON_SPLITS]
+
+
+def _nemotron_rows(data_dir: str | None) -> Iterator[Mapping[str, Any]]:
+    """Rows of those files; the category is the split's name."""
+    for file in _nemotron_files(data_dir):
         split = file.name.partition("-")[0]
-        if split in NEMOTRON_SPLITS:
-            yield from ({**row, "source": "nemotron_v2", "category": split} for row in iter_rows(file))
+        yield from ({**row, "source": "nemotron_v2", "category": split} for row in iter_rows(file))
 
 
 def write_conversations(path: Path, conversations: Iterable[Conversation]) -> None:

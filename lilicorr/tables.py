@@ -69,12 +69,27 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """The results in a folder; raises ValueError if there are none."""
+    """The results in a folder; raises ValueError if there are none, or sampled ones that do not belong to them."""
     path = folder / "results.json"
     if not path.is_file():
         raise ValueError(f"{path} is missing: run pipelines/evaluate.py first")
-    sampled = folder / "sampled.json"
-    return Results(_json(path), _json(sampled) if sampled.is_file() else None)
+    greedy, sampled = _json(path), folder / "sampled.json"
+    if not sampled.is_file():
+        return Results(greedy, None)
+    drawn = _json(sampled)
+    if problem := stale(drawn, greedy):
+        raise ValueError(f"{sampled}: {problem}; run pipelines/evaluate.py again, or remove the file")
+    return Results(greedy, drawn)
+
+
+def stale(sampled: dict[str, Any], greedy: dict[str, Any]) -> str | None:
+    """Why the figures of `sampled.json` do not belong to those of `results.json`, None if they do."""
+    if "sets" not in sampled:
+        return "an older version made it, without fingerprints"
+    made = {name: values["greedy_fingerprint"] for name, values in sampled["sets"].items()}
+    there = {name: values["fingerprint"] for name, values in greedy["sets"].items()}
+    names = [name for name in made.keys() | there.keys() if made.get(name) != there.get(name)]
+    return f"results.json has since been made anew on {', '.join(sorted(names))}" if names else None
 
 
 def _json(path: Path) -> Any:

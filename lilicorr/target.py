@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.cache_utils import Cache, DynamicLayer
 
 from lilicorr.blocks import wide
-from lilicorr.config import TargetConfig
+from lilicorr.config import TARGET_DTYPES, TargetConfig, check_target
 from lilicorr.wheels import cache_dir
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {name: getattr(torch, name) for name in TARGET_DTYPES}
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def rope_theta(config: Any) -> float:
 def resolve_target(config: TargetConfig) -> str:
     """Folder or hub name of the target; makes the `random` and `smollm2` ones on first use.
 
-    Raises ValueError for a path-like source that does not exist.
+    Raises ValueError as `check_target` does.
     """
     if config.source == "embedded":
         return str(Path(__file__).parent / "embedded")
@@ -217,11 +217,8 @@ def resolve_target(config: TargetConfig) -> str:
         from lilicorr.smollm2 import smollm2_folder
 
         return str(smollm2_folder(cache_dir()))
-    looks_like_path = config.source.startswith((".", "/", "~")) or config.source.count("/") > 1
-    path = Path(config.source).expanduser()
-    if looks_like_path and not (path / "config.json").is_file():
-        raise ValueError(f"target folder {path} has no config.json")
-    return str(path) if path.is_dir() else config.source
+    check_target(config)
+    return str(config.path or config.source)
 
 
 def resolve_mask_token(config: TargetConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> int:
@@ -247,8 +244,7 @@ def resolve_mask_token(config: TargetConfig, tokenizer: PreTrainedTokenizerBase,
 
 def load_target(config: TargetConfig, device: str | torch.device = "cpu", layer_ids: tuple[int, ...] = ()) -> Target:
     """Load model and tokenizer, frozen, on `device`, capturing `layer_ids`."""
-    if config.dtype not in DTYPES:
-        raise ValueError(f"target.dtype must be one of {', '.join(DTYPES)}, got {config.dtype!r}")
+    check_target(config)
     name = resolve_target(config)
     tokenizer = AutoTokenizer.from_pretrained(name, revision=config.revision)
     model = AutoModelForCausalLM.from_pretrained(name, revision=config.revision, dtype=DTYPES[config.dtype])

@@ -59,6 +59,12 @@ PACE = (
 ADDED = ("block_layout", "block_size")  # of a run, since runs were first trained: unset they leave its identity alone
 
 
+def check_precision(config: TrainConfig) -> None:
+    """Raise ValueError for a precision that is none."""
+    if config.precision not in PRECISIONS:
+        raise ValueError(f"train.precision must be one of {', '.join(PRECISIONS)}, got {config.precision!r}")
+
+
 def num_steps(run: RunConfig, sampler: Sampler) -> int:
     """Optimizer steps of a run.
 
@@ -135,8 +141,7 @@ class Trainer:
         first_step: int = 0,
         feature_file: Path | None = None,
     ) -> None:
-        if config.precision not in PRECISIONS:
-            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {config.precision!r}")
+        check_precision(config)
         if target.layer_ids != draft_model.spec.target_layer_ids:
             raise ValueError(
                 f"target captures {target.layer_ids}, draft model reads {draft_model.spec.target_layer_ids}"

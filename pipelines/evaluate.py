@@ -13,7 +13,10 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,18 +30,18 @@ from lilicorr.acceptance import over_seeds
 from lilicorr.benchmarks import benchmark_facts, load_benchmark
 from lilicorr.chat import render_prompt
 from lilicorr.checkpoint import load_draft_model
-from lilicorr.config import EvaluateConfig, PipelineConfig
+from lilicorr.config import EvaluateConfig, PipelineConfig, fingerprint
 from lilicorr.draft_model import DraftModel
 from lilicorr.evaluate import AUTOREGRESSIVE, Prompt, run_sets
 from lilicorr.plots import draw_plots
 from lilicorr.prompts import read_conversations
 from lilicorr.provenance import provenance, sha256_tree, write_json
+from lilicorr.tables import stale
 from lilicorr.target import Target, default_layer_ids, load_target
+from pipelines.inputs import HELD_OUT
 from pipelines.stage import VERSIONS
 
 logger = logging.getLogger(__name__)
-
-HELD_OUT = "held_out"
 
 
 def run(config: PipelineConfig) -> dict[str, Any]:
@@ -49,6 +52,23 @@ def run(config: PipelineConfig) -> dict[str, Any]:
 
     Raises ValueError for a set or system that does not exist, and as `lilicorr.evaluate.run_sets` does.
     """
+    with all_cores():
+        return measure_systems(config)
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Compute with a thread on every core: a Ray job's driver is given one, though nothing runs beside it here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure_systems(config: PipelineConfig) -> dict[str, Any]:
+    """Load prompts and models, measure greedily and for every seed, write and draw; `run` says what."""
     folder, settings = config.directory / "evaluate", config.evaluate
     prompts, facts = load_sets(config)
     described = json.loads((config.directory / "prepare" / "target.json").read_text(encoding="utf-8"))
@@ -73,18 +93,39 @@ def run(config: PipelineConfig) -> dict[str, Any]:
             write_json(path, {**results, "sets": sets, "provenance": record})
 
         previous = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return run_sets(target, models, prompts, settings, render, identity, previous, save)
+        others = draft_models.keys() - models.keys()
+        own = {key: value for key, value in identity.items() if key not in others}
+        return run_sets(target, models, prompts, settings, render, own, previous, save)
 
     results = measure("results.json", settings)
     sampled = [
         measure(f"sampled_{seed}.json", replace(settings, temperature=settings.sampled_temperature, seed=seed))
         for seed in settings.sampled_seeds
     ]
-    if sampled:
-        write_json(folder / "sampled.json", {"seeds": list(settings.sampled_seeds), "systems": over_seeds(sampled)})
+    write_sampled(folder / "sampled.json", results, sampled, config)
     for plot in draw_plots(folder, config.directory / "train"):
         logger.info("drew %s", plot)
     return {"tau": {name: {s: v["tau"] for s, v in by_set.items()} for name, by_set in results["systems"].items()}}
+
+
+def write_sampled(path: Path, greedy: dict[str, Any], sampled: list[dict[str, Any]], config: PipelineConfig) -> None:
+    """Write figures over the seeds, marked with the results they were made from and the greedy ones they belong to.
+
+    Without seeds nothing is written, and figures that belong to other greedy results are removed.
+    """
+    if sampled:
+        sets = {
+            name: {
+                "fingerprint": fingerprint([result["sets"][name]["fingerprint"] for result in sampled]),
+                "greedy_fingerprint": values["fingerprint"],
+            }
+            for name, values in greedy["sets"].items()
+        }
+        figures = {"seeds": list(config.evaluate.sampled_seeds), "systems": over_seeds(sampled), "sets": sets}
+        write_json(path, {**figures, "provenance": provenance(config)})
+    elif path.is_file() and (problem := stale(json.loads(path.read_text(encoding="utf-8")), greedy)):
+        logger.info("removed %s: %s", path, problem)
+        path.unlink()
 
 
 def load_sets(config: PipelineConfig) -> tuple[dict[str, list[Prompt]], dict[str, dict[str, Any]]]:

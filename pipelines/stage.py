@@ -25,7 +25,8 @@ import yaml
 from lilicorr.config import PipelineConfig, fingerprint, load_profile, to_dict
 from lilicorr.provenance import provenance, sha256_file, visible_files, write_atomic, write_json
 from pipelines import local
-from pipelines.lock import Lock, LockedError, describe, read_owner, why_dead
+from pipelines.errors import one_line_errors
+from pipelines.lock import Lock, describe, read_owner, why_dead
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ LOCK = "_lock.json"
 UNFINISHED = ".tmp-"  # in the name of a file or folder that its writer has not committed
 # Raised when the code of a stage makes something else of the same input. A stage has its version in the identity of
 # whatever it may go on from or keep, so that it never does so with the work of another version.
-VERSIONS = {"prepare": 2, "regenerate": 1, "train": 2, "evaluate": 2, "deploy": 1}
+VERSIONS = {"prepare": 2, "regenerate": 1, "train": 2, "evaluate": 3, "deploy": 1}
 VOLATILE = "checkpoints"  # folders a stage prunes itself; no part of its result
 
 Run = Callable[[PipelineConfig], dict[str, Any]]
@@ -52,6 +53,8 @@ class Stage:
     ignored: tuple[str, ...] = ()  # parts of `fields` that change how it runs, not what comes out
     version: int = 1  # see VERSIONS
     problem: Callable[[PipelineConfig], str | None] | None = None  # why a finished stage must run again after all
+    check: Callable[[PipelineConfig], list[str]] | None = None  # for what in its inputs it would fail
+    report: Callable[[PipelineConfig], str] | None = None  # one more line of its status
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,15 @@ def lazily(name: str) -> Run:
 def relevant(stage: Stage, config: PipelineConfig) -> dict[str, Any]:
     """The config values the stage depends on, by dotted name."""
 
+    return _kept(stage, _flatten(to_dict(config), ""))
+
+
+def _kept(stage: Stage, values: dict[str, Any]) -> dict[str, Any]:
+    """The part of dotted `values` that a stage depends on; a marker may hold what it no longer does."""
+
     def below(path: str, parents: tuple[str, ...]) -> bool:
         return any(path == parent or path.startswith(parent + ".") for parent in parents)
 
-    values = _flatten(to_dict(config), "")
     return {path: v for path, v in values.items() if below(path, stage.fields) and not below(path, stage.ignored)}
 
 
@@ -110,7 +118,7 @@ def decide(stage: Stage, config: PipelineConfig, forced: bool = False) -> Decisi
     upstream = {name: _content(config, name) for name in stage.inputs}
     problem = (
         _changed_version(stage, marker)
-        or _changed_config(relevant(stage, config), marker["config"])
+        or _changed_config(relevant(stage, config), _kept(stage, marker["config"]))
         or _changed_upstream(upstream, marker["upstream"])
         or _changed_outputs(config.directory / stage.name, marker["outputs"])
         or (stage.problem(config) if stage.problem else None)
@@ -169,8 +177,8 @@ def run_stage(stage: Stage, config: PipelineConfig, forced: bool) -> dict[str, A
     """
     upstream = {name: _content(config, name) for name in stage.inputs}
     missing = [name for name, content in upstream.items() if content is None]
-    if missing:
-        raise ValueError(f"{stage.name} needs {' and '.join(missing)}, not finished in {config.directory}")
+    for problem in _missing_inputs(stage, missing, config):
+        raise ValueError(problem)
     folder = config.directory / stage.name
     if forced and folder.exists():
         _set_aside(folder)
@@ -279,12 +287,30 @@ def print_status(stages: Sequence[Stage], config: PipelineConfig) -> None:
         marker = read_marker(config, stage.name)
         took = f" in {duration(marker['seconds'])}" if marker else ""
         print(f"  {stage.name:<11} {'to do' if decision.runs else 'done' + took}: {decision.reason}")
+        if stage.report:
+            print(f"  {'':<11} {stage.report(config)}")
 
 
-def print_plan(decisions: Sequence[Decision]) -> None:
-    """Print the plan of a dry run."""
-    for decision in decisions:
-        print(f"  {decision.stage:<11} {'runs' if decision.runs else 'skipped'}: {decision.reason}")
+def print_plan(stages: Sequence[Stage], config: PipelineConfig, decisions: Sequence[Decision]) -> bool:
+    """Print the plan of a dry run and for what it would fail; returns whether nothing of the kind was found."""
+    sound = True
+    for stage, decision in zip(stages, decisions, strict=True):
+        print(f"  {stage.name:<11} {'runs' if decision.runs else 'skipped'}: {decision.reason}")
+        for problem in foresee(stages, stage, config) if decision.runs else ():
+            print(f"  {'':<11} would fail: {problem}")
+            sound = False
+    return sound
+
+
+def foresee(stages: Sequence[Stage], stage: Stage, config: PipelineConfig) -> list[str]:
+    """Why one of the `stages` would fail, as far as that can be told without running those before it."""
+    ahead = [other.name for other in stages[: stages.index(stage)]]
+    missing = [name for name in stage.inputs if name not in ahead and read_marker(config, name) is None]
+    return [*_missing_inputs(stage, missing, config), *(stage.check(config) if stage.check else ())]
+
+
+def _missing_inputs(stage: Stage, missing: Sequence[str], config: PipelineConfig) -> list[str]:
+    return [f"{stage.name} needs {' and '.join(missing)}, not finished in {config.directory}"] if missing else []
 
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
@@ -300,12 +326,16 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
 
 
 def resolve_config(arguments: argparse.Namespace) -> PipelineConfig:
-    """The config of parsed options; its run directory is absolute, since workers have other folders."""
-    name, folder = arguments.profile, PROFILES
-    if name.endswith((".yaml", ".yml")):
-        name, folder = Path(name).stem, Path(name).parent
-    config = load_profile(name, folder, arguments.overrides)
-    return replace(config, run_dir=str(Path(arguments.run_dir or config.run_dir).resolve()))
+    """The config of parsed options; its run directory is absolute, since workers have other folders.
+
+    Raises ValueError for a profile or an override that is wrong, and for a run directory that is a file.
+    """
+    config = load_profile(arguments.profile, PROFILES, arguments.overrides)
+    config = replace(config, run_dir=str(Path(arguments.run_dir or config.run_dir).resolve()))
+    there = next(path for path in (config.directory, *config.directory.parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"outputs go to {config.directory}, but {there} is a file; choose another --run-dir")
+    return config
 
 
 def find(stages: Sequence[Stage], name: str) -> Stage:
@@ -335,24 +365,21 @@ def execute(
 ) -> PipelineConfig | None:
     """Do what the options ask for; returns the config if the stages were driven rather than described.
 
-    `change` is applied to the config of the profile and its overrides.
+    `change` is applied to the config of the profile and its overrides. A foreseen error ends the process with status 1
+    and one line, and so does a dry run that foresees one.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stdout)
-    try:
+    with one_line_errors():
         config = resolve_config(arguments)
         if change is not None:
             config = change(config)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
-    if arguments.status:
-        print_status(stages, config)
-        return None
-    if arguments.dry_run:
-        print_plan(plan(stages, config, forced))
-        return None
-    local.set_environment(config.directory)
-    try:
-        drive(stages, config, forced)
-    except LockedError as error:
-        raise SystemExit(f"error: {error}") from error
-    return config
+        if arguments.status:
+            print_status(stages, config)
+        elif arguments.dry_run:
+            if not print_plan(stages, config, plan(stages, config, forced)):
+                raise SystemExit(1)
+        else:
+            local.set_environment(config.directory)
+            drive(stages, config, forced)
+            return config
+    return None

@@ -34,9 +34,8 @@ import torch.distributed as dist
 from lilicorr.checkpoint import read_info, save_draft_model
 from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, fingerprint, from_dict, to_dict
 from lilicorr.corpus import Sampler, TrainingSet, build_training_set
-from lilicorr.draft_model import DraftModel, build_draft_model, check_blocks, run_block_spec
+from lilicorr.draft_model import DraftModel, build_draft_model, run_block_spec
 from lilicorr.drafter import copy_target_layers, drafter_shape
-from lilicorr.heads import HEADS
 from lilicorr.provenance import sha256_file, write_json
 from lilicorr.target import Target, default_layer_ids, load_target
 from lilicorr.training import (
@@ -50,16 +49,16 @@ from lilicorr.training import (
     start_drafter,
 )
 from pipelines import local
+from pipelines.errors import sent_home
 from pipelines.probe import measure_tau, probe_prompts
+from pipelines.runs import TRAINING_SET, check_runs
 from pipelines.shards import data_path, read_manifest, read_plan
 from pipelines.stage import VERSIONS
 
 logger = logging.getLogger(__name__)
 
-TRAINING_SET = "training_set"
 FEATURES = ".features"  # hidden, so no part of the stage's outputs
 REPLACED = ".replaced"  # runs whose config has changed; hidden, so no part of the stage's outputs
-INITS = ("random", "target")  # of the drafter
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -94,7 +93,7 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     """
     config = replace(config, run_dir=str(Path(config.run_dir).resolve()))
     described = read_description(config)
-    check_runs(config.train, described)
+    check_runs(config, described)
     training_set = ensure_training_set(config)
     results: dict[str, Any] = {}
     for name, run_config in config.train.runs.items():
@@ -118,34 +117,6 @@ def run(config: PipelineConfig) -> dict[str, Any]:
 def read_description(config: PipelineConfig) -> dict[str, Any]:
     """`prepare/target.json`."""
     return json.loads((config.directory / "prepare" / "target.json").read_text(encoding="utf-8"))
-
-
-def check_runs(config: TrainConfig, described: dict[str, Any]) -> None:
-    """Raise ValueError for runs that could not be trained, before a cluster is asked for anything."""
-    if not 0 <= described["mask_token_id"] < described["vocab"]:
-        raise ValueError(
-            f"mask token id {described['mask_token_id']} is outside the target's vocabulary of {described['vocab']}"
-        )
-    if config.drafter.init not in INITS:
-        raise ValueError(f"train.drafter.init must be one of {', '.join(INITS)}, got {config.drafter.init!r}")
-    default_layer_ids(described["num_layers"], config.drafter.num_captured_layers or config.drafter.num_layers)
-    if not config.runs:
-        raise ValueError("train.runs is empty: name at least one run")
-    before: list[str] = []
-    for name, run_config in config.runs.items():
-        if name == TRAINING_SET or not name.replace("-", "_").isidentifier():
-            raise ValueError(f"train.runs.{name}: a run's name is letters, digits, - and _, and not {TRAINING_SET!r}")
-        if run_config.head not in HEADS:
-            raise ValueError(f"train.runs.{name}.head must be one of {', '.join(HEADS)}, got {run_config.head!r}")
-        from_dict(HEADS[run_config.head].Config, run_config.head_config, f"train.runs.{name}.head_config.")
-        if run_config.start_from is not None and run_config.start_from not in before:
-            raise ValueError(
-                f"train.runs.{name}.start_from must be a run before it ({', '.join(before) or 'there is none'}), "
-                f"got {run_config.start_from!r}"
-            )
-        check_blocks(name, config)
-        num_steps(run_config, Sampler(1, 1, 0))
-        before.append(name)
 
 
 def ensure_training_set(config: PipelineConfig) -> TrainingSet:
@@ -240,7 +211,8 @@ def worker_loop(settings: dict[str, Any]) -> None:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // ray.train.get_context().get_local_world_size()))
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-    train_run(job, device, ray.train.report)
+    with sent_home():
+        train_run(job, device, ray.train.report)
 
 
 def train_run(job: Job, device: torch.device, report: Report) -> None:

@@ -70,6 +70,7 @@ class Answer:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None  # the stop string or the token that ended it
         self.num_tokens = 0
+        self.num_cached = 0  # tokens of the prompt that the prefix cache knew
         self.speculation = Speculation()
         self._text = text
         self._show_stop = show_stop
@@ -89,12 +90,13 @@ class Answer:
             self.finish_reason = chunk.finish_reason
             self.stop_reason = token_ids[-1] if chunk.finish_reason == "stop" else None
         self.num_tokens += count
+        self.num_cached += chunk.num_cached
         self.speculation.add(chunk.num_drafted, min(chunk.num_accepted, count))
         logprobs = chunk.logprobs[:count] if chunk.logprobs is not None else None
         return Delta(text, token_ids[:count], logprobs, chunk.prompt_logprobs)
 
 
-def usage(num_prompt: int, answers: Sequence[Answer]) -> dict[str, Any]:
+def usage(num_prompt: int, num_cached: int, answers: Sequence[Answer]) -> dict[str, Any]:
     """Token counts of what was returned for prompts of `num_prompt` tokens; the token that ended an answer is counted.
 
     Accepted predictions are drafted tokens in the answers, rejected ones were drafted in vain.
@@ -106,6 +108,7 @@ def usage(num_prompt: int, answers: Sequence[Answer]) -> dict[str, Any]:
         "prompt_tokens": num_prompt,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,

@@ -228,8 +228,9 @@ class Generation:
         }
 
     def _usage(self, choices: list[Choice]) -> dict[str, Any]:
-        """Of some answers, with all the prompts of the request."""
-        return usage(self.num_prompt, [choice.answer for choice in choices])
+        """Of some answers, with all prompts of the request; what a prompt's first answer found cached counts."""
+        num_cached = sum(choice.answer.num_cached for choice in self.choices[:: self.wanted.n or 1])
+        return usage(self.num_prompt, num_cached, [choice.answer for choice in choices])
 
     def _metrics(self) -> dict[str, Any]:
         """How the drafts of all answers fared, where that was asked for."""

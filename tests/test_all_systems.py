@@ -102,7 +102,7 @@ def test_a_run_that_cannot_start_there_is_refused_before_anything_is_trained(con
 
     def check(name: str, **changes: object) -> None:
         runs = {**config.train.runs, name: replace(config.train.runs[name], **changes)}
-        train.check_runs(replace(config.train, runs=runs), described)
+        train.check_runs(replace(config, train=replace(config.train, runs=runs)), described)
 
     with pytest.raises(
         ValueError, match=r"runs.domino has blocks \('anchor_first', 4\), its start trunk has \('in_place', 5\)"

@@ -144,9 +144,34 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path: Path) -> None:
         load_profile("mine", tmp_path)
 
 
-def test_an_unknown_profile_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="no profile 'paper'.*known profiles: demo, paper_4b, paper_8b"):
-        load("paper")
+def test_an_unknown_profile_names_the_nearest_and_no_other_files(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"no profile 'paper4b' in .*; did you mean paper_4b or paper_8b\? \(known prof"
+    ):
+        load("paper4b")
+    with pytest.raises(ValueError, match=r"no profile 'nosuch' in \S+ \(known profiles: demo, paper_4b, paper_8b, "):
+        load("nosuch")
+    for name in ("cluster.yaml", "demos.yml", "notes.yaml"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError) as error:
+        load_profile(f"{tmp_path}/demoo.yaml", PROFILES)
+    known = ", ".join(NAMES)
+    guess = f"did you mean demo or {tmp_path}/demos.yml? (known profiles: {known})"
+    assert str(error.value) == f"no profile file {tmp_path}/demoo.yaml; {guess}"
+
+
+def test_a_profile_of_ones_own(tmp_path: Path) -> None:
+    own = tmp_path / "mine.yml"
+    own.write_text("target: {source: random}\n")
+    config = load_profile(str(own), PROFILES)
+    assert (config.profile, config.target.source) == ("mine", "random")
+    for text, problem in (
+        ("a: [1", "is not YAML: .* line 1"),
+        ("[1]", r"must be a mapping, got \[1\]"),
+    ):
+        own.write_text(text)
+        with pytest.raises(ValueError, match=f"mine.yml {problem}"):
+            load_profile(str(own), PROFILES)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +181,7 @@ def test_an_unknown_profile_names_the_known_ones() -> None:
         ("train.batch_size=true", "train.batch_size must be int, got True"),
         ("train.cache_features=1", "train.cache_features must be bool, got 1"),
         ("train=3", "train. must be a mapping, got 3"),
+        ("train.seed=[1", r"train.seed=\[1 is not YAML: .* line 1"),
         ("target.source", "an override has the form a.b=value"),
         ("profile.x=1", "profile.x: profile is not a section"),
     ],

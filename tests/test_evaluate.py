@@ -23,6 +23,7 @@ from lilicorr.drafter import block_spec, drafter_shape
 from lilicorr.evaluate import AUTOREGRESSIVE, Prompt, SetRunner, System, print_table, run_sets
 from lilicorr.prompts import Conversation, write_conversations
 from lilicorr.provenance import write_json
+from lilicorr.tables import read_results
 from lilicorr.target import Target, default_layer_ids, load_target
 from lilicorr.tiny import byte_tokenizer
 from pipelines import evaluate as stage
@@ -332,6 +333,53 @@ def test_the_stage_decodes_again_for_every_seed(trained: PipelineConfig, monkeyp
     assert found["tau_std"] == pytest.approx(abs(taus[0] - taus[1]) / 2**0.5)
     monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
     assert stage.run(seeded) == summary
+    folder = config.directory / "evaluate"
+    greedy = json.loads((folder / "results.json").read_text())["sets"]["held_out"]["fingerprint"]
+    assert spread["sets"]["held_out"].keys() == {"fingerprint", "greedy_fingerprint"}
+    assert spread["sets"]["held_out"]["greedy_fingerprint"] == greedy
+    assert spread["provenance"]["config"]["evaluate"]["sampled_seeds"] == [1, 2]
+    assert read_results(folder).sampled["systems"] == spread["systems"]
+    assert stage.run(config) == summary and (folder / "sampled.json").is_file()  # without seeds it still belongs
+
+
+def test_greedy_results_outlive_a_change_of_what_is_sampled(trained: PipelineConfig, monkeypatch: pytest.MonkeyPatch):
+    summary = stage.run(trained)
+    monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
+    assert stage.run(with_evaluate(trained, sampled_temperature=0.7)) == summary
+    more = trained.evaluate.systems | {"new": SystemConfig("ours", head_config={"walk": "exact"}, sampled_only=True)}
+    assert stage.run(with_evaluate(trained, systems=more)) == summary
+    with pytest.raises(pytest.fail.Exception, match="the set was done"):
+        stage.run(with_evaluate(trained, seed=7))  # that of the intervals
+    more["lilicorr"] = SystemConfig("ours", head_config={"walk": "exact"})
+    with pytest.raises(pytest.fail.Exception, match="the set was done"):
+        stage.run(with_evaluate(trained, systems=more))
+
+
+def test_sampled_figures_beside_other_greedy_ones_are_refused_and_removed(
+    trained: PipelineConfig, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO")
+    folder = trained.directory / "evaluate"
+    seeded = with_evaluate(trained, sampled_seeds=(1,))
+    stage.run(seeded)
+    sampled = (folder / "sampled.json").read_bytes()
+    shorter = with_evaluate(trained, max_new_tokens=4)
+    stage.run(shorter)
+    assert not (folder / "sampled.json").exists()
+    assert "held_out: prompts, weights, code or settings changed" in caplog.text
+    assert "results.json has since been made anew on held_out" in caplog.text
+    (folder / "sampled.json").write_bytes(sampled)  # as after a kill between the two
+    with pytest.raises(ValueError, match=r"sampled\.json: results\.json has since been made anew on held_out; run"):
+        read_results(folder)
+    write_json(folder / "sampled.json", {"seeds": [1], "systems": {}})
+    with pytest.raises(ValueError, match="an older version made it, without fingerprints"):
+        read_results(folder)
+    stage.run(with_evaluate(shorter, sampled_seeds=(1,)))
+    assert read_results(folder).sampled is not None
+
+
+def with_evaluate(config: PipelineConfig, **changes: Any) -> PipelineConfig:
+    return dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, **changes))
 
 
 def test_systems_that_cannot_be(trained: PipelineConfig):

@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from fake_stages import NAMES, NUM_STEPS, STAGES, made
-from lilicorr.config import PipelineConfig
+from lilicorr.config import DeployConfig, PipelineConfig
+from lilicorr.provenance import write_json
 from pipelines import deploy, full
-from pipelines.stage import read_marker
+from pipelines.stage import MARKER, find, print_status, read_marker
+from pipelines.stage import drive as drive_stages
 
 SCRIPT = Path(__file__).with_name("fake_stages.py")
 ALL_STEPS = [f"{name}:{step}" for name in NAMES for step in range(NUM_STEPS)]
@@ -73,7 +76,8 @@ def test_from_until_and_force(tmp_path: Path) -> None:
     assert drive(tmp_path, "--until", "regenerate").returncode == 0
     assert sorted(contents(tmp_path)) == ["prepare", "regenerate"]
     early = drive(tmp_path, "--from", "evaluate")
-    assert early.returncode != 0 and "evaluate needs train, not finished in" in early.stderr
+    problem = f"error: evaluate needs train, not finished in {tmp_path / 'tiny'}"
+    assert early.returncode == 1 and early.stderr.splitlines() == [problem]
     assert drive(tmp_path, "--from", "train", "--until", "train").returncode == 0
     assert drive(tmp_path, "--from", "train", "--until", "train", "--force", "train").returncode == 0
     assert made(tmp_path / "tiny").count("train:0") == 2
@@ -106,8 +110,19 @@ def test_bad_options_are_named(tmp_path: Path) -> None:
     stage = drive(tmp_path, "--from", "trian")
     assert stage.returncode != 0 and "unknown stage 'trian'" in stage.stderr
     profile = drive(tmp_path, "--profile", "dmeo")
-    assert profile.returncode != 0 and "known profiles: demo, " in profile.stderr
+    assert profile.returncode == 1 and "; did you mean demo? (known profiles: demo, " in profile.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [(), ("--status",), ("--dry-run",)])
+@pytest.mark.parametrize("name", ["", "tiny"], ids=["the folder of all profiles", "the folder of this one"])
+def test_a_run_directory_that_is_a_file(tmp_path: Path, options: tuple[str, ...], name: str) -> None:
+    file = tmp_path / "file" / name if name else tmp_path / "file"
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    done = drive(tmp_path / "file", *options)
+    problem = f"error: outputs go to {tmp_path / 'file' / 'tiny'}, but {file} is a file; choose another --run-dir"
+    assert done.returncode == 1 and done.stderr.splitlines() == [problem]
 
 
 def test_fake_stages_have_the_real_dependencies() -> None:
@@ -116,12 +131,12 @@ def test_fake_stages_have_the_real_dependencies() -> None:
 
 
 class Endpoint(BaseHTTPRequestHandler):
-    """Answers /v1/models with a fingerprint."""
+    """Answers /v1/models with a fingerprint, and /health."""
 
     fingerprint = "v1"
 
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.send_response(200 if self.path in ("/v1/models", "/health") else 404)
         self.end_headers()
         self.wfile.write(json.dumps({"data": [{"id": "m", "fingerprint": self.fingerprint}]}).encode())
 
@@ -132,16 +147,18 @@ class Endpoint(BaseHTTPRequestHandler):
 def test_only_the_endpoint_that_was_deployed_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = PipelineConfig(profile="p", run_dir=str(tmp_path))
+    server = HTTPServer(("127.0.0.1", 0), Endpoint)
+    port = server.server_port
+    config = PipelineConfig(profile="p", run_dir=str(tmp_path), deploy=DeployConfig(port=port))
     weights = config.directory / "train" / config.deploy.run / "final" / "model.safetensors"
     weights.parent.mkdir(parents=True)
     weights.write_bytes(b"one")
     version = deploy.wanted_version(config)
     monkeypatch.setattr(Endpoint, "fingerprint", version)
-    server = HTTPServer(("127.0.0.1", 0), Endpoint)
     path = config.directory / "deploy" / "endpoint.json"
     path.parent.mkdir(parents=True)
-    record = {"url": f"http://127.0.0.1:{server.server_port}", "version": version, "curl": "curl it"}
+    record = {"url": f"http://127.0.0.1:{port}", "version": version, "curl": "curl it", "model": "m"}
+    assert full.endpoint_report(config) == "endpoint: none yet"
     path.write_text(json.dumps(record))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -149,6 +166,8 @@ def test_only_the_endpoint_that_was_deployed_counts(
         assert full.endpoint_problem(config) is None
         full.print_results(config)
         assert capsys.readouterr().out == "curl it\n"
+        assert full.endpoint_report(config) == f"endpoint: http://127.0.0.1:{port}/v1, model m: answers"
+        check_ports(config, port)
         weights.write_bytes(b"two")
         assert f"weights or code changed: version {version} is served, " in (full.endpoint_problem(config) or "")
         weights.rename(weights.parent.with_name("weights"))
@@ -170,3 +189,35 @@ def test_only_the_endpoint_that_was_deployed_counts(
     assert problem is not None and problem.startswith("the endpoint does not answer at ")
     full.print_results(config)
     assert capsys.readouterr().out == ""
+    report = full.endpoint_report(config)
+    assert report.startswith(f"endpoint: {record['url']}/v1, model m: does not answer at {record['url']}/health (")
+
+
+def check_ports(config: PipelineConfig, port: int) -> None:
+    """A port that `make demo` chose because the usual one was in use is no change; one that the user chose is."""
+    other = replace(config, deploy=DeployConfig(port=9000))
+    assert full.endpoint_problem(other) == f"the endpoint listens on port {port}, deploy.port is 9000"
+    usual = replace(config, deploy=DeployConfig())
+    assert full.endpoint_problem(usual) == f"the endpoint listens on port {port}, deploy.port is 8000"
+    head = Path(config.run_dir) / ".ray" / "head.json"
+    write_json(head, {"serve_port": port})
+    assert full.endpoint_problem(usual) is None
+    moved = "/v1, model m (port 8000 was in use when the Ray head started): answers"
+    assert full.endpoint_report(usual).endswith(moved)
+    assert full.endpoint_problem(other) == f"the endpoint listens on port {port}, deploy.port is 9000"
+    head.unlink()
+
+
+def test_the_port_is_no_part_of_the_deployed_config_and_status_has_the_endpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A marker of an older version has the port, which then was part of it."""
+    config = PipelineConfig(profile="p", run_dir=str(tmp_path))
+    deployed = replace(find(full.STAGES, "deploy"), run=lambda _: {}, inputs=(), problem=None)
+    drive_stages([deployed], config)
+    marker = read_marker(config, "deploy")
+    marker["config"]["deploy.port"] = 21234
+    write_json(config.directory / "deploy" / MARKER, marker)
+    print_status([deployed], config)
+    printed = capsys.readouterr().out
+    assert "deploy      done in 0.0 s: same hash" in printed and "endpoint: none yet" in printed

@@ -260,5 +260,5 @@ def test_the_token_projection_starts_at_the_scale_of_the_table():
         rms = float((embed @ head.token_proj.weight.detach().T).square().mean().sqrt())
         assert rms == pytest.approx(scale) if scale else torch.equal(head.token_proj.weight, before)
     wide = SMALL["lilicorr"] | {"hidden_size": 32, "token_scale": 1.0}
-    with pytest.raises(ValueError, match="token_scale needs a token projection"):
+    with pytest.raises(ValueError, match="token_scale must not be negative, .* width 32, .* got 1.0"):
         HEADS["lilicorr"](from_dict(LiLiCorrConfig, wide), make_shape(), SPEC)

@@ -121,6 +121,21 @@ def test_an_action_without_options_refuses_them() -> None:
     assert done.returncode == 2 and "status takes no --profile demo" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--profile", "nosuch"], "no profile 'nosuch'"),
+        (["--profile", "tiny", "--set", "train.sede=1"], "unknown key train.sede"),
+        (["--profile", "tiny", "--systems", "medusa"], "systems must be all or some of"),
+    ],
+)
+def test_the_demo_refuses_options_before_it_starts_a_head(tmp_path: Path, options: list[str], problem: str) -> None:
+    command = [sys.executable, str(Path(local.__file__)), "demo", "--run-dir", str(tmp_path / "runs"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {problem}"), done.stderr
+    assert done.stdout == "" and list(tmp_path.iterdir()) == []
+
+
 def test_a_cluster_that_is_too_small_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
     state = pytest.importorskip("ray._private.state").state

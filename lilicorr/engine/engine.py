@@ -318,12 +318,13 @@ class Engine:
             for slot in range(num_accepted):
                 counters.accepted_at[slot] += 1
         prompt_logprobs = progress.prompt_logprobs if progress.reports_prompt else None
+        num_cached = 0 if progress.num_answered else progress.num_cached
         self.scheduler.commit(progress, token_ids)
         reason = FINISH_REASONS.get(status)
         if reason is not None:
             self._forget(progress)
         return TokenChunk(
-            request_id, token_ids, num_drafted, num_accepted, reason, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+            request_id, token_ids, num_drafted, num_accepted, reason, None, logprobs, prompt_logprobs, num_cached
         )
 
     def _forget(self, progress: Progress) -> None:

@@ -46,6 +46,7 @@ class TokenChunk:
     logprobs: list[TokenLogprobs] | None = None  # of each of `token_ids`, where `num_logprobs` asks for them
     # in the first chunk of a request with `num_prompt_logprobs`: of each of the prompt's tokens, None for the first
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached: int = 0  # in the first chunk: tokens of the prompt that the prefix cache knew
 
     @property
     def last(self) -> bool:
@@ -65,6 +66,7 @@ class Progress:
     pages: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of the full pages of `token_ids`, for the prefix cache
     num_registered: int = 0  # pages whose content the prefix cache knows
+    num_cached: int = 0  # positions that the prefix cache knew when the request got its row
     num_in_flight: int = 0  # steps that may commit tokens the host has not seen
     num_blocks: int = 0
     num_block_tokens: int = 0  # see `decode.Decoded`

@@ -90,6 +90,7 @@ class Scheduler:
             progress.pages = found + self.pool.allocate(needed)
             progress.num_written = len(found) * PAGE_SIZE
             progress.num_registered = len(found)
+            progress.num_cached = progress.num_written
             self.num_cached_tokens += progress.num_written
             progress.row = self.rows.index(None)
             self.rows[progress.row] = progress

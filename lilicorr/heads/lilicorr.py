@@ -102,10 +102,13 @@ class LiLiCorrHead(Head):
         if config.contract == SAMPLED and config.walk != "greedy":
             raise ValueError(f"the sampled contract draws along the greedy walk, got walk {config.walk!r}")
         width, outer, slots = config.hidden_size or shape.hidden_size, shape.hidden_size, spec.num_slots
-        if width % config.num_heads:
-            raise ValueError(f"the head's width {width} is not a multiple of its {config.num_heads} attention heads")
+        if config.num_heads < 1 or width % config.num_heads:
+            raise ValueError(f"num_heads must divide the head's hidden_size {width}, got {config.num_heads}")
         if config.token_scale < 0 or (config.token_scale and width == outer):
-            raise ValueError(f"token_scale needs a token projection and must not be negative, got {config.token_scale}")
+            raise ValueError(
+                f"token_scale must not be negative, and 0 for a head of the drafter's width {outer}, which projects no "
+                f"tokens, got {config.token_scale} with hidden_size {config.hidden_size}"
+            )
         # A head as wide as the drafter takes the embedding as it is, as in the public servers.
         self.token_proj = nn.Identity() if width == outer else nn.Linear(outer, width)
         self.pass_hidden_proj = nn.Linear(outer, width)

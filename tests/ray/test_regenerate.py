@@ -23,7 +23,8 @@ from lilicorr.generator import Completion
 from lilicorr.prompts import write_conversations
 from lilicorr.provenance import write_json
 from lilicorr.tiny import byte_tokenizer
-from pipelines import regenerate, shards, stage
+from pipelines import inputs, regenerate, shards, stage
+from pipelines.errors import one_line_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = RegenerateConfig(
@@ -127,9 +128,9 @@ def test_shards_of_another_version_are_not_gone_on_with(
 
 
 def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(regenerate.ENGINES, "vllm", ("no-such-package",))
+    monkeypatch.setitem(inputs.ENGINES, "vllm", ("no-such-package",))
     with pytest.raises(ValueError, match="vllm needs a package: pip install no-such-package"):
-        regenerate.engine_label("vllm")
+        inputs.engine_label("vllm")
 
 
 class Dying(ReplayGenerator):
@@ -291,6 +292,26 @@ def test_a_killed_actor_costs_its_open_shard_and_a_slow_row_nobody_else(config: 
     assert processes == 3  # two actors, one of them twice
     assert regenerate.run(config, make_traced) == numbers
     assert len(list(trace.glob("pid-*"))) == processes  # nothing to do: no actor was started
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_a_foreseen_error_in_an_actor_ends_in_one_line(config: PipelineConfig, by_value: None) -> None:
+    def refuse(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, ReplayGenerator]:
+        inputs.engine_label("sglang")
+        return make_replay(config)
+
+    def refuse_later(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, ReplayGenerator]:
+        Path(config.directory / "prepare" / "prompts.parquet").unlink(missing_ok=True)
+        return make_replay(config)
+
+    with (
+        pytest.raises(SystemExit, match="^error: regenerate.engine must be one of .*, got 'sglang'$"),
+        one_line_errors(),
+    ):
+        regenerate.run(config, refuse)
+    with pytest.raises(SystemExit, match=r"^error: No such file or directory: \S+parquet$"), one_line_errors():
+        regenerate.run(config, refuse_later)
 
 
 DRIVER = f"""

@@ -22,7 +22,9 @@ from lilicorr.prompts import Conversation, write_conversations
 from lilicorr.provenance import sha256_tree, write_json
 from lilicorr.target import load_target
 from lilicorr.tiny import tiny_target_folder
+from pipelines import inputs as dry_run
 from pipelines import train
+from pipelines.errors import one_line_errors
 from pipelines.prepare import describe_target
 
 HEAD = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "factor_dim": 16}
@@ -30,6 +32,16 @@ RUNS = {
     "trunk": RunConfig(head="argmax", steps=5, schedule="constant"),
     "lilicorr": RunConfig(head="lilicorr", head_config=HEAD, start_from="trunk", steps=6),
 }
+
+
+def shape(**changes: Any) -> DrafterConfig:
+    """The drafter of these tests, changed."""
+    return DrafterConfig(**({"num_layers": 2, "block_size": 4, "num_candidates": 3} | changes))
+
+
+def with_head(**changes: Any) -> dict[str, RunConfig]:
+    """The runs of these tests, the head changed."""
+    return RUNS | {"lilicorr": replace(RUNS["lilicorr"], head_config=HEAD | changes)}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +67,7 @@ def config(inputs: Path, tmp_path: Path) -> PipelineConfig:
         (tmp_path / "test" / name).symlink_to(inputs / name)
     settings = TrainConfig(
         runs=RUNS,
-        drafter=DrafterConfig(num_layers=2, block_size=4, num_candidates=3),
+        drafter=shape(),
         batch_size=4,
         micro_batch_size=2,
         max_length=64,
@@ -212,6 +224,22 @@ def test_a_run_goes_on_from_its_newest_state(
         ({"runs": {"../a": RunConfig(steps=1)}}, r"train.runs.\.\./a: a run's name"),
         ({"drafter": DrafterConfig(num_layers=6)}, "6 distinct layers cannot be captured"),
         ({"layout": "packed"}, "layout must be one of turn, conversation, got 'packed'"),
+        ({"precision": "fp8"}, "train.precision must be one of bfloat16, float32, got 'fp8'"),
+        ({"drafter": shape(num_heads=3)}, "train.runs.trunk: num_kv_heads must divide num_heads 3, got 2"),
+        ({"drafter": shape(head_dim=-4)}, "train.runs.trunk: head_dim of a drafter must be at least 1, got -4"),
+        ({"drafter": shape(num_candidates=0)}, "train.runs.trunk: num_candidates must be at least 1, got 0"),
+        ({"drafter": shape(num_candidates=265)}, "train.runs.trunk: num_candidates must be at most the target's 264 "),
+        ({"gpus_per_worker": 1.0}, "train.runs.trunk: num_candidates must be a power of two up to 16 on a GPU, got 3"),
+        ({"drafter": shape(block_size=1)}, "train.runs.trunk: block_size must be at least 2 in_place, got 1"),
+        ({"runs": with_head(hidden_size=17)}, "train.runs.lilicorr: num_heads must divide .* 17, got 2"),
+        ({"runs": with_head(num_heads=0)}, "train.runs.lilicorr: num_heads must divide .* 16, got 0"),
+        ({"runs": with_head(factor_dim=-1)}, "train.runs.lilicorr.head_config.factor_dim must not be negative, got -1"),
+        ({"runs": with_head(hidden_size=0, token_scale=3.0)}, "train.runs.lilicorr: token_scale must .* hidden_size 0"),
+        ({"runs": with_head(walk="long")}, "train.runs.lilicorr: walk must be one of "),
+        (
+            {"drafter": shape(init="target", intermediate_size=8)},
+            r"train.runs.trunk cannot start from the target's layers \(train.drafter.init\): mlp.gate_proj.weight of ",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_starts(
@@ -222,10 +250,22 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(
     assert not in_process
 
 
+def test_what_can_be_trained_passes_and_a_dry_run_says_what_cannot(config: PipelineConfig) -> None:
+    described = train.read_description(config)
+    for changes in (
+        {},
+        {"drafter": shape(init="target")},
+        {"drafter": shape(num_candidates=4), "gpus_per_worker": 1.0},
+    ):
+        train.check_runs(with_train(config, **changes), described)
+    assert dry_run.train(config) == []
+    assert dry_run.train(with_train(config, precision="fp8"))[0].startswith("train.precision must be one of ")
+
+
 def test_a_mask_token_outside_the_vocabulary_is_refused(config: PipelineConfig) -> None:
     described = train.read_description(config) | {"mask_token_id": 264}
     with pytest.raises(ValueError, match="mask token id 264 is outside the target's vocabulary of 264"):
-        train.check_runs(config.train, described)
+        train.check_runs(config, described)
 
 
 def test_shards_are_compared_with_their_manifests(config: PipelineConfig, in_process: list[str]) -> None:
@@ -287,6 +327,17 @@ def kill_worker_when(ready: Callable[[], bool], killed: list[int], deadline_s: f
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
         time.sleep(0.02)
+
+
+@pytest.mark.ray
+def test_a_foreseen_error_in_a_worker_ends_in_one_line(
+    config: PipelineConfig, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "check_runs", lambda *_: None)  # so that nothing finds it before
+    config = with_train(config, precision="fp8", max_failures=0)
+    message = r"^error: train\.precision must be one of bfloat16, float32, got 'fp8'$"
+    with pytest.raises(SystemExit, match=message), one_line_errors():
+        train.run(config)
 
 
 @pytest.mark.ray

@@ -168,6 +168,7 @@ def test_one_prompt_many_times_has_one_answer(served: Served) -> None:
         first["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
     }
     assert served.replica.snapshot().num_cached_tokens >= cached + 8 * 128
+    assert {answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in [first, *answers]} == {0, 128}
 
 
 def test_answer_of_one_token_drafts_nothing(served: Served) -> None:
@@ -260,3 +261,73 @@ def test_answers_fit_the_page_pool(served: Served) -> None:
         json={"model": "tiny", "prompt": "a", "max_tokens": served.model.max_model_len, "ignore_eos": True},
     )
     assert response.status_code == 400 and str(served.model.max_model_len) in response.json()["error"]["message"]
+
+
+PROCESSED = [
+    ({"frequency_penalty": 1.5, "temperature": 0}, {"frequency_penalty": 1.5}),
+    (
+        {"presence_penalty": -1, "repetition_penalty": 1.3, "temperature": 0},
+        {"presence_penalty": -1.0, "repetition_penalty": 1.3},
+    ),
+    ({"min_tokens": 20, "temperature": 0}, {"min_new_tokens": 20}),
+    ({"logit_bias": {"258": 30, "97": -100}, "temperature": 0}, {"logit_bias": ((258, 30.0), (97, -100.0))}),
+    ({"min_p": 0.2, "seed": 4}, {"min_p": 0.2, "seed": 4, "temperature": 1.0}),
+]
+
+
+@pytest.mark.parametrize("fields, settings", PROCESSED)
+def test_processed_answers_are_those_of_the_reference(
+    served: Served, fields: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Drafts that are right now and then, since the text is known: penalties must not count the rejected ones."""
+    params = SamplingParams(30, stop_ids=(258,), **settings)
+    text, num_tokens = served.text([*b"aaaa"], params)
+    body = {"model": "tiny", "prompt": "aaaa", "max_tokens": 30, "seed": 0, **fields}
+    answer = httpx2.post(served.url + COMPLETIONS, json=body, timeout=250).json()
+    assert answer["choices"][0]["text"] == text
+    assert answer["usage"]["completion_tokens"] == num_tokens
+
+
+def test_logprobs_are_those_of_the_reference(served: Served) -> None:
+    params = SamplingParams(24, stop_ids=(258,), num_logprobs=3)
+    fields = {"logprobs": True, "top_logprobs": 3, "return_token_ids": True}
+    answer = httpx2.post(served.url + CHAT, json=chat_body("log", params, **fields), timeout=250).json()
+    expected = served.decoder.generate(served.chat_prompt("log"), params)
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == expected.token_ids
+    content = choice["logprobs"]["content"]
+    assert len(content) == len(expected.token_ids) == answer["usage"]["completion_tokens"]
+    logprobs = [entry.logprob for entry in expected.logprobs]
+    assert [entry["logprob"] for entry in content] == pytest.approx(logprobs, abs=1e-4)
+    assert all(len(entry["top_logprobs"]) == 3 for entry in content)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_log_likelihood_is_that_of_the_reference(served: Served, max_tokens: int) -> None:
+    prompts = [[*b"some context and a continuation"], [*b"another"]]
+    body = {"model": "tiny", "prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0}
+    answer = httpx2.post(served.url + COMPLETIONS, json=body, timeout=250).json()
+    for choice, prompt in zip(answer["choices"], prompts):
+        expected = [entry.logprob for entry in served.decoder.prompt_logprobs(prompt, 1)[1:]]
+        got = choice["logprobs"]["token_logprobs"]
+        assert got[0] is None and len(got) == len(prompt) + max_tokens
+        assert got[1 : len(prompt)] == pytest.approx(expected, abs=1e-4)
+    assert answer["usage"]["completion_tokens"] == 2 * max_tokens
+
+
+@pytest.mark.parametrize("begin", range(6))
+def test_stop_string_within_accepted_drafts(served: Served, begin: int) -> None:
+    """Only letters are drawn; two of them are the string, in every place of a block and over its end."""
+    letters = {str(token_id): 100 for token_id in range(97, 123)}
+    params = SamplingParams(20, 1.0, seed=78, logit_bias=tuple((int(key), 100.0) for key in letters))
+    text, _ = served.text([*b"stop"], params)
+    assert text.isalpha() and len(text) == 20
+    stop = text[begin : begin + 2]
+    body = {"model": "tiny", "prompt": "stop", "max_tokens": 20, "seed": 78, "logit_bias": letters, "stop": stop}
+    body |= {"return_token_ids": True, "logprobs": 0, "ignore_eos": True}
+    answer = httpx2.post(served.url + COMPLETIONS, json=body, timeout=250).json()
+    (choice,) = answer["choices"]
+    end = text.index(stop) + 2
+    assert choice["text"] == text[: end - 2] and choice["stop_reason"] == stop
+    assert bytes(choice["token_ids"]).decode() == "".join(choice["logprobs"]["tokens"]) == text[:end]
+    assert answer["usage"]["completion_tokens"] == end

@@ -1,0 +1,115 @@
+"""Whether every run of a profile can be trained, found out before a cluster is asked for anything.
+
+Place in the flow: `pipelines/train.py` asks first of all, `--dry-run` as soon as `prepare` is done. Every run's draft
+model is built on the meta device, where shapes are worked out and nothing is allocated, and a block goes through its
+drafter. Paper: section 4.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, from_dict
+from lilicorr.corpus import Sampler
+from lilicorr.draft_model import DraftModel, check_blocks, run_block_spec
+from lilicorr.drafter import copy_target_layers, drafter_shape
+from lilicorr.heads import HEADS
+from lilicorr.kernels.topk_lse import MAX_CANDIDATES
+from lilicorr.target import Target, default_layer_ids, resolve_target
+from lilicorr.training import check_precision, num_steps
+
+TRAINING_SET = "training_set"  # folder beside those of the runs
+INITS = ("random", "target")  # of the drafter
+
+
+def check_runs(config: PipelineConfig, described: dict[str, Any]) -> None:
+    """Raise ValueError that names run and field for runs that could not be trained on the `described` target."""
+    train = config.train
+    if not 0 <= described["mask_token_id"] < described["vocab"]:
+        raise ValueError(
+            f"mask token id {described['mask_token_id']} is outside the target's vocabulary of {described['vocab']}"
+        )
+    if train.drafter.init not in INITS:
+        raise ValueError(f"train.drafter.init must be one of {', '.join(INITS)}, got {train.drafter.init!r}")
+    check_precision(train)
+    default_layer_ids(described["num_layers"], train.drafter.num_captured_layers or train.drafter.num_layers)
+    if not train.runs:
+        raise ValueError("train.runs is empty: name at least one run")
+    before: list[str] = []
+    for name in train.runs:
+        _check_settings(train, name, before)
+        before.append(name)
+    source = resolve_target(config.target)
+    target = AutoConfig.from_pretrained(source, revision=config.target.revision).get_text_config()
+    for name, run_config in train.runs.items():
+        with _named(f"train.runs.{name}"):
+            draft_model = _on_meta(train, run_config, target, described["mask_token_id"])
+        if train.drafter.init == "target":
+            with _named(f"train.runs.{name} cannot start from the target's layers (train.drafter.init)"):
+                _start_from_target(draft_model, target)
+
+
+def _check_settings(config: TrainConfig, name: str, before: list[str]) -> None:
+    """Raise ValueError for what is wrong with a run apart from its shape; `before` are the runs in front of it."""
+    run_config, where = config.runs[name], f"train.runs.{name}"
+    if name == TRAINING_SET or not name.replace("-", "_").isidentifier():
+        raise ValueError(f"{where}: a run's name is letters, digits, - and _, and not {TRAINING_SET!r}")
+    if run_config.head not in HEADS:
+        raise ValueError(f"{where}.head must be one of {', '.join(HEADS)}, got {run_config.head!r}")
+    head = from_dict(HEADS[run_config.head].Config, run_config.head_config, f"{where}.head_config.")
+    for field, value in dataclasses.asdict(head).items():
+        if isinstance(value, int) and value < 0:
+            raise ValueError(f"{where}.head_config.{field} must not be negative, got {value}")
+    if run_config.start_from is not None and run_config.start_from not in before:
+        raise ValueError(
+            f"{where}.start_from must be a run before it ({', '.join(before) or 'there is none'}), "
+            f"got {run_config.start_from!r}"
+        )
+    check_blocks(name, config)
+    num_steps(run_config, Sampler(1, 1, 0))
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Put `where` before what is wrong with a shape."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _on_meta(config: TrainConfig, run_config: RunConfig, target: Any, mask_token_id: int) -> DraftModel:
+    """The run's draft model without memory, after a block of one row has gone through its drafter."""
+    shape = drafter_shape(config.drafter, target)
+    spec = run_block_spec(config.drafter, run_config, target, mask_token_id)
+    _check_candidates(spec.num_candidates, shape.vocab_size, on_gpu=config.gpus_per_worker > 0)
+    with torch.device("meta"):
+        table = torch.empty(shape.vocab_size, shape.hidden_size)
+        model = DraftModel(shape, spec, run_config.head, run_config.head_config, table, table)
+        features = torch.empty(1, 1, shape.num_captured_layers * shape.hidden_size)
+        context_kv = model.drafter.context_kv(model.drafter.fuse(features))
+        anchors = torch.zeros(1, 1, dtype=torch.long)
+        model.drafter(torch.empty(1, 1, spec.block_size, shape.hidden_size), anchors, context_kv)
+    return model
+
+
+def _check_candidates(num_candidates: int, vocab_size: int, on_gpu: bool) -> None:
+    """Raise ValueError for more candidates than tokens, and for a number that the kernels of a GPU do not have."""
+    if num_candidates > vocab_size:
+        raise ValueError(f"num_candidates must be at most the target's {vocab_size} tokens, got {num_candidates}")
+    if on_gpu and (num_candidates > MAX_CANDIDATES or num_candidates & (num_candidates - 1)):
+        raise ValueError(f"num_candidates must be a power of two up to {MAX_CANDIDATES} on a GPU, got {num_candidates}")
+
+
+def _start_from_target(draft_model: DraftModel, config: Any) -> None:
+    """Copy the layers of a target that has shapes only."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    spec = draft_model.spec
+    copy_target_layers(draft_model.drafter, Target(model, None, spec.target_layer_ids, spec.mask_token_id))
