@@ -112,12 +112,13 @@ def check_reports(chunks: list[TokenChunk], request: Request, target: Target) ->
 
 def test_a_row_keeps_nothing_of_the_request_before() -> None:
     target = toy_target(vocab=67)
-    asking = SamplingParams(6, logit_bias=((5, 100.0),), stop_ids=(5,), min_new_tokens=3)
-    requests = requests_of(4 * [[3, 1, 4]], lambda i: (SamplingParams(9), asking, SamplingParams(9), asking)[i])
-    chunks = run_all(toy_engine(target, None, max_running=1), requests)
+    short = SamplingParams(6, logit_bias=((5, 100.0),), stop_ids=(5,), min_new_tokens=3)
+    long = SamplingParams(30, frequency_penalty=0.5)  # beside all others
+    requests = requests_of(6 * [[3, 1, 4]], lambda i: long if i == 0 else (SamplingParams(7), short)[i % 2])
+    chunks = run_all(toy_engine(target, None, max_running=2), requests)
     assert {id: runs_of(of_one) for id, of_one in chunks.items()} == reference_runs(target, None, requests)
     assert answer_of(chunks["1"]) == answer_of(chunks["3"]) and len(answer_of(chunks["1"])) == 4
-    assert answer_of(chunks["0"]) == answer_of(chunks["2"]) and chunks["1"][-1].finish_reason == "stop"
+    assert answer_of(chunks["2"]) == answer_of(chunks["4"]) and chunks["1"][-1].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("head", [None, "lilicorr sampled"])

@@ -93,7 +93,12 @@ def test_captured_steps_decode_what_the_reference_decodes(head: str | None) -> N
     on_cpu = toy_target(vocab=67, head_dim=32)  # a width and a K that the kernels take
     target = Target(on_cpu.model.to("cuda"), None, on_cpu.layer_ids, on_cpu.mask_token_id)
     draft_model = toy_draft_model(target, head, num_candidates=4) if head else None
-    requests = requests_of(random_prompts(12, vocab=60), lambda i: SamplingParams(40, temperature=i % 2, seed=i))
+
+    def params(i: int) -> SamplingParams:
+        asked = {} if i < 6 else dict(frequency_penalty=0.5, repetition_penalty=1.2, min_p=0.01, num_logprobs=2)
+        return SamplingParams(40, temperature=i % 2, seed=i, **asked)
+
+    requests = requests_of(random_prompts(12, vocab=60), params)
     expected = reference_runs(target, draft_model, requests)
     engine = toy_engine(target, draft_model)
     engine.warm_up()
