@@ -21,7 +21,6 @@ import socket
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from dataclasses import asdict
 from pathlib import Path
@@ -35,61 +34,17 @@ import yaml
 from lilicorr.config import DeployConfig, PipelineConfig, YarnConfig, fingerprint
 from lilicorr.provenance import sha256_tree, write_atomic, write_json
 from pipelines import local
+from serve_app.dashboard import POLL_S, REQUEST_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, Dashboard, cluster_token
 
 logger = logging.getLogger(__name__)
 
 APP = "lilicorr"  # name of the application in Serve
-APPLICATIONS = "/api/serve/applications/"
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("lilicorr", "serve_app")  # what a replica imports
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-REQUEST_TIMEOUT_S = 180.0  # the first answer of a dashboard on a loaded machine takes a minute
-SHUTDOWN_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 1800.0  # weights of a large target take minutes
-POLL_S = 1.0
 REPORT_S = 15.0
 EXAMPLE_CHARS = 400
-
-
-class Dashboard:
-    """The REST API of a Ray cluster. Raises RuntimeError with what it answered if that is an error."""
-
-    def __init__(self, url: str, token: str | None) -> None:
-        self.url = url.rstrip("/")
-        self._token = token
-
-    def details(self) -> dict[str, Any]:
-        """What Serve is doing; without `http_options` it is not running."""
-        return json.loads(self._ask("GET"))
-
-    def deploy(self, config: dict[str, Any]) -> None:
-        """Make `config` the whole of what Serve runs."""
-        self._ask("PUT", json.dumps(config).encode())
-
-    def shut_down_serve(self) -> None:
-        """End Serve, and wait until it has ended."""
-        self._ask("DELETE")
-        deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
-        while self.details().get("http_options"):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"Serve of {self.url} did not end within {SHUTDOWN_TIMEOUT_S:.0f} s")
-            time.sleep(POLL_S)
-
-    def _ask(self, method: str, data: bytes | None = None) -> bytes:
-        headers = {"Content-Type": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        request = urllib.request.Request(self.url + APPLICATIONS, data, headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
-                return response.read()
-        except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")
-            if error.code in (401, 403):
-                text += "; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to the file that holds the cluster's token"
-            raise RuntimeError(f"the Ray dashboard {self.url} answered {error.code} to {method}: {text}") from error
-        except OSError as error:
-            raise RuntimeError(f"the Ray dashboard {self.url} does not answer: {error}") from error
 
 
 def run(config: PipelineConfig) -> dict[str, Any]:
@@ -219,16 +174,6 @@ def find_dashboard(config: PipelineConfig) -> Dashboard:
     if not url:
         raise ValueError(f"the Ray cluster at RAY_ADDRESS={address} has no dashboard, which deploying needs")
     return Dashboard(f"http://{url}", cluster_token())
-
-
-def cluster_token() -> str | None:
-    """The token of the cluster, found where Ray's own commands look for it; None where authentication is off."""
-    if os.environ.get("RAY_AUTH_MODE") == "disabled":
-        return None
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return os.environ["RAY_AUTH_TOKEN"]
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 
 def make_room(dashboard: Dashboard, deploy: DeployConfig) -> None:

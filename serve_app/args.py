@@ -36,6 +36,7 @@ class AppArgs(BaseModel):
     max_body_bytes: int = Field(4 * 2**20, ge=1)  # of a request; larger ones are answered 413
     api_key_file: str | None = None  # keys, one a line, of which a request must have one; the same on every node
     stall_s: float = Field(300.0, gt=0)  # a longer step counts as a dead replica
+    admin_key_file: str | None = None  # the key that setting replicas on the page /ui asks for; the same on every node
     version: str = ""  # of weights and code; a changed one is a new deployment
 
     @property

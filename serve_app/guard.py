@@ -24,7 +24,8 @@ from serve_app.errors import ApiError, internal_error
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = {"/health"}  # asked by who holds no key: Serve's proxy, a load balancer
+# Asked by who holds no key: Serve's proxy, a load balancer, a browser (a page without data, which asks for the key).
+OPEN_PATHS = {"/health", "/ui"}
 CLIENT_LEFT = 499  # nobody reads the answer
 CLIENT_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from lilicorr.engine.engine import Engine
 from lilicorr.engine.request import Request, TokenChunk
+from serve_app.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class _Mailbox:
 class _Submit:
     request: Request
     mailbox: _Mailbox
+    arrived: float  # monotonic
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ class Replica:
 
     def __init__(self, engine: Engine, max_requests: int, stall_s: float) -> None:
         self.max_requests = max_requests
+        self.recorder = Recorder()
         self._engine = engine
         self._stall_s = stall_s
         self._inbox: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
@@ -199,7 +202,7 @@ class Replica:
             )
         mailbox = _Mailbox()
         for request in requests:
-            self._inbox.put(_Submit(request, mailbox))
+            self._inbox.put(_Submit(request, mailbox, time.monotonic()))
         # The thread notes its death before it empties the inbox for the last time: what it did not see is seen here.
         if self._death is not None:
             raise ReplicaDeadError(self._death)
@@ -237,9 +240,11 @@ class Replica:
         try:
             while self._take():
                 if self._engine.busy:
-                    self._step_began = time.monotonic()
+                    self._step_began = began = time.monotonic()
                     chunks = self._engine.step()
                     self._step_began = None
+                    running = (progress.request.id for progress in self._engine.scheduler.running)
+                    self.recorder.stepped(began, running, chunks)
                     for chunk in chunks:
                         self._publish(chunk)
                     self._snapshot = self._look()
@@ -258,9 +263,11 @@ class Replica:
             if message is None:
                 return False
             if isinstance(message, _Submit):
+                self.recorder.arrived(message.request, message.arrived)
                 self._start(message.request, message.mailbox)
             elif self._mailboxes.pop(message.request_id, None) is not None:
                 self._engine.abort(message.request_id)
+                self.recorder.ended(message.request_id)
                 self._finished[message.reason] += 1
         return True
 
@@ -280,6 +287,7 @@ class Replica:
             return  # aborted while the engine had the step in flight
         if chunk.last:
             del self._mailboxes[chunk.request_id]
+            self.recorder.ended(chunk.request_id)
             self._finished[chunk.finish_reason or "error"] += 1
         mailbox.put(chunk)
 

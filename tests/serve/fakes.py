@@ -173,9 +173,14 @@ def make_app(
     engine: EchoEngine, max_requests: int = 8, stall_s: float = 60.0, limits: Limits | None = None
 ) -> tuple[FastAPI, Replica]:
     """The API over `engine`; close the replica afterwards."""
-    tokenizer = chat_tokenizer()
     replica = Replica(engine, max_requests, stall_s)
-    model = ServedModel(
+    return build_api(echo_model(), replica, limits), replica
+
+
+def echo_model() -> ServedModel:
+    """What the API knows of a model that echoes."""
+    tokenizer = chat_tokenizer()
+    return ServedModel(
         name="echo",
         tokenizer=tokenizer,
         token_table=token_table(tokenizer),
@@ -188,7 +193,6 @@ def make_app(
         fingerprint="0123",
         created=1_700_000_000,
     )
-    return build_api(model, replica, limits), replica
 
 
 @contextmanager

@@ -1,0 +1,100 @@
+"""What every replica knows of all replicas, so that any of them can answer for all.
+
+Place in the flow: a request to /metrics or /ui/state reaches one replica, whichever the proxy picks. It asks the others
+(`DeploymentHandle.broadcast`) for their reports, gives its own, and answers with all of them. Between requests the
+replicas exchange reports every `PERIOD_S`, also one that drains, which is asked no more but still asks. So when
+a replica has gone its last report is known to the others: its counters stay, and sums over replicas never fall because
+one was taken away. The last `MAX_GONE` that have gone are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+
+from serve_app.metrics import Report
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 5.0
+STALE_S = 3 * PERIOD_S  # without news for so long a replica has gone
+ASK_TIMEOUT_S = 3.0
+MAX_GONE = 32
+
+Ask = Callable[[Report], Awaitable[list[dict[str, Report]]]]
+
+
+class Peers:
+    """The reports of all replicas, on one event loop.
+
+    `own` makes this replica's; `ask` hands it to the others and returns what each knows, None where there are none.
+    """
+
+    def __init__(self, own: Callable[[], Report], ask: Ask | None = None) -> None:
+        self._own = own
+        self._ask = ask
+        self._reports: dict[str, Report] = {}
+        self._heard: dict[str, float] = {}  # when a newer report came in (monotonic)
+        self._num_failures = 0
+
+    def exchange(self, report: Report) -> dict[str, Report]:
+        """Another replica gives its report, and gets all that are known here."""
+        self._learn(report)
+        self._learn(self._look())
+        return dict(self._reports)
+
+    async def gather(self) -> list[tuple[Report, bool]]:
+        """All reports, as fresh as they can be had, and whether each replica is up."""
+        own = self._look()
+        if self._ask is not None:
+            try:
+                answers = await asyncio.wait_for(self._ask(own), ASK_TIMEOUT_S)
+            except Exception as error:  # a replica that has just died: what is known of it still counts
+                self._num_failures += 1
+                logger.warning("could not ask the other replicas: %s: %s", type(error).__name__, error)
+            else:
+                for report in (report for answer in answers for report in answer.values()):
+                    self._learn(report)
+        self._learn(self._look())
+        self._forget()
+        return [(report, self._is_up(name)) for name, report in sorted(self._reports.items())]
+
+    @contextlib.asynccontextmanager
+    async def exchanging(self) -> AsyncIterator[None]:
+        """Exchange reports every `PERIOD_S`, and once more at the end."""
+
+        async def forever() -> None:
+            while True:
+                await self.gather()
+                await asyncio.sleep(PERIOD_S)
+
+        task = asyncio.create_task(forever())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await self.gather()
+
+    def _look(self) -> Report:
+        return replace(self._own(), num_gather_failures=self._num_failures)
+
+    def _learn(self, report: Report) -> None:
+        known = self._reports.get(report.replica)
+        if known is None or report.at > known.at:
+            self._reports[report.replica] = report
+            # news of a replica that had gone before this one began may come late, and are no sign of life
+            if time.time() - report.at < STALE_S:
+                self._heard[report.replica] = time.monotonic()
+
+    def _is_up(self, name: str) -> bool:
+        return time.monotonic() - self._heard.get(name, float("-inf")) < STALE_S
+
+    def _forget(self) -> None:
+        gone = sorted((name for name in self._reports if not self._is_up(name)), key=lambda n: self._reports[n].at)
+        for name in gone[: max(0, len(gone) - MAX_GONE)]:
+            del self._reports[name]
+            self._heard.pop(name, None)
