@@ -32,7 +32,7 @@ DSPARK_FIELDS = tuple(HEADS["dspark"].format.config_fields)
 OWN_FIELDS = {
     *(TYPE, "speculators_version", "speculators_config", "transformer_layer_config", "architectures", "block_size"),
     *("draft_vocab_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id", "num_target_layers"),
-    *("sliding_window_non_causal", "sample_from_anchor", "torch_dtype", "tie_word_embeddings", "use_cache"),
+    *("sliding_window_non_causal", "sample_from_anchor", "torch_dtype", "tie_word_embeddings", "use_cache", "auto_map"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 }
 # What a transformers configuration leaves out where it equals its default.
