@@ -206,11 +206,14 @@ def start(folder: Path) -> dict[str, Any]:
         return head
     stop(folder)  # what a crash may have left of an earlier head
     taken: set[int] = set()
-    port, dashboard_port, agent_port, client_port = (free_port(taken) for _ in range(4))
+    port, dashboard_port, client_port, *agent_ports = (free_port(taken) for _ in range(7))
     temporary = tempfile.mkdtemp(prefix="lilicorr-")
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
     command += [f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}"]
-    command += [f"--dashboard-agent-listen-port={agent_port}", f"--ray-client-server-port={client_port}"]
+    command += [f"--ray-client-server-port={client_port}"]
+    # Ray gives an agent 15 s to say which port it chose, less than it takes to start on a busy machine.
+    agents = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
+    command += [f"--{agent}-port={number}" for agent, number in zip(agents, agent_ports, strict=True)]
     command += ["--min-worker-port=0", "--max-worker-port=0", f"--num-cpus={num_cpus()}"]
     command += [f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={temporary}", "--disable-usage-stats"]
     variables = {**os.environ, **environment(folder)}
