@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lilicorr.blocks import Proposal, Verdict, prefix_length
+from lilicorr.blocks import Proposal, Verdict, prefix_length, wide
 from lilicorr.engine.model import PagedDrafter, PagedTarget, Places, page_slots
 from lilicorr.engine.row import RowState
 from lilicorr.engine.trim import choose, survival_of
@@ -171,7 +171,7 @@ class Step:
         """The logits [N, S + 1, V] that the tokens of `rows` [N] are drawn from."""
         if not mix.processed:
             return logits
-        return process(logits, proposal.token_ids, self.state.processing.of_rows(rows))
+        return process(wide(logits), proposal.token_ids, self.state.processing.of_rows(rows))
 
     def _commit(
         self,
