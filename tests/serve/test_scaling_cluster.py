@@ -132,7 +132,7 @@ class Load:
     def of(self, clients: int) -> Iterator[None]:
         """While it lasts there are so many clients; it ends when each has its last answer."""
         self.going.set()
-        self.threads = [threading.Thread(target=self._client) for _ in range(clients)]
+        self.threads = [threading.Thread(target=self._client, daemon=True) for _ in range(clients)]
         for thread in self.threads:
             thread.start()
         try:
