@@ -54,6 +54,7 @@ from lilicorr.target import default_layer_ids, load_target
 from lilicorr.training import Trainer, run_fingerprint
 from pipelines import evaluate, prepare, regenerate, shards, train
 from pipelines.stage import VERSIONS
+from pipelines.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ def regenerated(run: Run, seconds: float) -> list[Row]:
         took = time.perf_counter() - started
         shards.commit(shard_run, shard, results, 1, took)
         speeds.append(sum(len(turn.completion_ids) for result in results for turn in result.turns) / took)
-    numbers = shards.summary(folder, plan)
+    numbers = Tally(folder, plan).summary()
     regenerate.check_dead(numbers, settings.max_dead_fraction, folder)
     kept = ("ok", "dead", "turns", "completion_tokens", "answer_tokens_p50", "shards_done", "shards")
     row = {"kind": "regenerate", "rows": settings.batch_size, **{name: numbers[name] for name in kept}}

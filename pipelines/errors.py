@@ -34,8 +34,8 @@ def explain(error: BaseException) -> str | None:
     sent = IN_TEXT.search(str(error))
     if sent:
         return sent[1]
-    if isinstance(error, OF_PATHS) and error.filename is not None:
-        return f"{error.strerror}: {error.filename}"
+    if isinstance(error, OF_PATHS):  # Arrow's name the file in the text
+        return f"{error.strerror}: {error.filename}" if error.filename is not None else str(error)
     foreseen = isinstance(error, (ValueError, OSError, LockedError)) or type(error) is RuntimeError
     return str(error) if foreseen and _raised_here(error) else None
 

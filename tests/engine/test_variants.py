@@ -91,7 +91,7 @@ def test_the_step_of_every_head_never_looks_at_a_value(
         seen.append(self.shape)
         raise AssertionError("the step reads a tensor on the host")
 
-    def top(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    def top(logits: torch.Tensor, count: int, *_: object) -> tuple[torch.Tensor, ...]:
         return (*logits.topk(count, dim=-1), logits.logsumexp(dim=-1))
 
     monkeypatch.setattr("lilicorr.engine.model.paged_attention", lambda queries, *_, **__: queries)
