@@ -21,6 +21,7 @@ Place in the flow: `corpus_scale.json`; docs/scale.md quotes it.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shutil
 import signal
@@ -89,6 +90,7 @@ def drive(folder: str) -> None:
     """The driver's process: prepare, regenerate, and the training set of `train`, each going on where it was."""
     from pipelines import full, regenerate, stage
 
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stdout)
     config = load_profile(PROFILE, Path(folder))
     regenerated = stage.find(full.STAGES, "regenerate")
     regenerated = replace(regenerated, run=lambda config: regenerate.run(config, make_replay))

