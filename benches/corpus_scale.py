@@ -10,7 +10,7 @@ Needs Ray. At full size: some 60 GB of disk in `--folder` (a temporary folder by
 
 The result is one JSON object: `rows` of the source; `ok`, `dead`, `duplicate`, `dropped`, `held_out` which add up to
 them; `kills`; `seconds` from the start of the first driver to the training set (kills and restarts included) and by
-stage; `rows_per_s`; `resume_seconds` from the start of the driver after the last kill to the first shard it hands out;
+stage; `rows_per_s`; `resume_seconds` from the start of the driver after the last kill to the first shard it commits;
 `status_seconds` of `pipelines/regenerate.py --status`; `loader`, rows and tokens a second that one process draws from
 the training set as a trainer does, in micro-batches of one row with their anchors; `peak_rss_gb` of the largest driver
 and `peak_tree_gb` of a driver and all processes below it (proportional set size, sampled); sizes; provenance.
@@ -118,8 +118,7 @@ class Watch:
         command = [sys.executable, "-c", f"from benches.corpus_scale import drive; drive({str(self.folder)!r})"]
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
         variables.pop("RAY_ADDRESS", None)
-        known = self._attempts()
-        began, last_tree, first_shard = time.monotonic(), 0.0, None
+        known, began, last_tree = self._manifests(), time.time(), 0.0
         with (self.folder / "driver.log").open("ab") as log:
             driver = subprocess.Popen(
                 command, cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -129,15 +128,14 @@ class Watch:
                 now = time.monotonic()
                 self._look(driver.pid, now - last_tree >= TREE_S)
                 last_tree = now if now - last_tree >= TREE_S else last_tree
-                if first_shard is None and self._attempts() - known:
-                    first_shard = now - began
                 if kill_at is not None and self.share_done() >= kill_at:
                     break
                 time.sleep(POLL_S)
         finally:
             self._end(driver)
-        if known and first_shard is not None:
-            self.resume_s = first_shard
+        new = [written for name, written in self._manifests().items() if name not in known]
+        if known and new:
+            self.resume_s = min(new) - began
         if kill_at is None and driver.returncode != 0:
             text = (self.folder / "driver.log").read_text(encoding="utf-8", errors="replace")
             raise RuntimeError(f"the driver ended with {driver.returncode}:\n{text[-4000:]}")
@@ -158,10 +156,11 @@ class Watch:
         for process in filter(local.is_alive, below):
             os.kill(process["pid"], signal.SIGKILL)
 
-    def _attempts(self) -> set[str]:
-        """Folders that mark a shard somebody has begun, each driver's in its own."""
-        parents = self.config.directory.glob("regenerate/.attempts/*")
-        return {entry.path for parent in parents for entry in os.scandir(parent)}
+    def _manifests(self) -> dict[str, float]:
+        """The shards that are done, each with the time of its manifest in seconds since the epoch."""
+        folder = self.config.directory / "regenerate" / "manifest"
+        entries = os.scandir(folder) if folder.is_dir() else ()
+        return {entry.name: entry.stat().st_mtime for entry in entries if not entry.name.startswith(".")}
 
     def share_done(self) -> float:
         """Share of the planned shards that have a manifest."""
@@ -172,8 +171,7 @@ class Watch:
             return 0.0
         if not hasattr(self, "_num_shards"):
             self._num_shards = len(read_plan(folder).shards)
-        names = os.listdir(folder / "manifest") if (folder / "manifest").is_dir() else []
-        return sum(not name.startswith(".") for name in names) / self._num_shards
+        return len(self._manifests()) / self._num_shards
 
     def _look(self, pid: int, whole_tree: bool) -> None:
         """Note memory and finished stages."""

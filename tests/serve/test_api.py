@@ -235,8 +235,7 @@ def test_full_queue_is_429_with_retry_after() -> None:
     app, replica = make_app(engine, max_requests=2)
     with listening(app) as url, ThreadPoolExecutor(2) as pool:
         taken = [pool.submit(httpx2.post, url + CHAT, json=body("y" * 200)) for _ in range(2)]
-        wait_until(lambda: len(engine.params) == 1)
-        wait_until(lambda: replica.num_requests == 2)
+        wait_until(lambda: engine.num_open == 1 and replica.num_requests == 2)
         response = httpx2.post(url + CHAT, json=body())
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
