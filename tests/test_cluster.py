@@ -1,4 +1,4 @@
-"""cluster.yaml passes Ray's own offline checks, and these checks see the usual mistakes."""
+"""The cluster launcher's files pass Ray's own offline checks, and these checks see the usual mistakes in each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-CLUSTER = Path(__file__).parents[1] / "cluster.yaml"
+ROOT = Path(__file__).parents[1]
+CPUS = {"p5.48xlarge": 192, "a3-highgpu-8g": 208}  # of the machines with 8 H100
 
 
-@pytest.fixture
-def cluster() -> dict[str, Any]:
-    """The file as a user reads it."""
-    return yaml.safe_load(CLUSTER.read_text(encoding="utf-8"))
+@pytest.fixture(params=["cluster.yaml", "deploy/cluster.gcp.yaml"])
+def cluster(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A file as a user reads it."""
+    return yaml.safe_load((ROOT / request.param).read_text(encoding="utf-8"))
 
 
 def check(config: dict[str, Any]) -> None:
@@ -74,8 +75,9 @@ def test_a_mistake_is_refused(cluster: dict[str, Any], mistake: Callable[[dict[s
 def test_no_work_on_the_head_and_whole_h100_nodes(cluster: dict[str, Any]) -> None:
     types = cluster["available_node_types"]
     assert types[cluster["head_node_type"]]["resources"] == {"CPU": 0}
-    assert types["h100"]["node_config"]["InstanceType"] == "p5.48xlarge"
-    assert types["h100"]["resources"] == {"CPU": 192, "GPU": 8}
+    node = types["h100"]["node_config"]
+    machine = node.get("InstanceType") or node["machineType"]
+    assert types["h100"]["resources"] == {"CPU": CPUS[machine], "GPU": 8}
     assert types["h100"]["max_workers"] == cluster["max_workers"]
 
 
@@ -84,7 +86,7 @@ def test_the_paper_profiles_fit_on_the_cluster(cluster: dict[str, Any]) -> None:
 
     gpus = cluster["max_workers"] * cluster["available_node_types"]["h100"]["resources"]["GPU"]
     for name in ("paper_4b", "paper_8b"):
-        config = load_profile(name, CLUSTER.parent / "pipelines" / "profiles")
+        config = load_profile(name, ROOT / "pipelines" / "profiles")
         assert config.train.num_workers * config.train.gpus_per_worker <= gpus
         assert config.regenerate.num_actors * config.regenerate.gpus_per_actor <= gpus
 
@@ -94,3 +96,22 @@ def test_the_dashboard_is_private_and_every_ray_command_uses_the_token(cluster: 
     assert starts and all("RAY_AUTH_MODE=token" in command for command in starts)
     assert "--dashboard-host=127.0.0.1" in next(command for command in starts if "--head" in command)
     assert any(remote.endswith("/.ray/auth_token") for remote in cluster["file_mounts"])
+
+
+def test_the_same_versions_on_every_cloud() -> None:
+    """What is installed, how Ray is started and what is copied depends on the cloud in its client library only."""
+    aws, gcp = (
+        yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+        for name in ("cluster.yaml", "deploy/cluster.gcp.yaml")
+    )
+    same = (
+        "cluster_name",
+        "max_workers",
+        "head_node_type",
+        "file_mounts",
+        "rsync_exclude",
+        "rsync_filter",
+        "setup_commands",
+    )
+    for key in (*same, "head_start_ray_commands", "worker_start_ray_commands"):
+        assert aws[key] == gcp[key], key
