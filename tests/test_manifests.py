@@ -11,9 +11,8 @@ import yaml
 
 pytest.importorskip("ray")
 
-from manifests import CODE, ROOT, check
-
 from lilicorr.provenance import COMMIT_VARIABLE
+from manifests import CODE, ROOT, check
 
 FOLDER = ROOT / "deploy"
 NAMES = ("raycluster", "rayjob", "rayservice")
