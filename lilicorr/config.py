@@ -178,6 +178,8 @@ class TrainConfig:
     keep_checkpoints: int = 2
     log_steps: int = 10
     eval_steps: int | None = None  # measure tau on a few held-out prompts every so many steps
+    trackers: tuple[str, ...] = ()  # beside metrics.jsonl: tensorboard, mlflow, wandb
+    tracking_project: str = "lilicorr"  # MLflow's experiment, the project of Weights & Biases
     num_workers: int = 1
     gpus_per_worker: float = 1.0
     max_failures: int = 3

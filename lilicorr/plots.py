@@ -13,6 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+WINDOW = 10
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")
 
 
@@ -23,6 +24,9 @@ def draw_plots(evaluate_dir: Path, train_dir: Path) -> list[Path]:
     runs = {path.parent.name: read_metrics(path) for path in sorted(train_dir.glob("*/metrics.jsonl"))}
     if any(runs.values()):
         figures["training.png"] = training_curves(runs)
+    heads = {name: lines for name, lines in runs.items() if any("score_spread" in line for line in lines)}
+    if heads:
+        figures["heads.png"] = head_diagnostics(heads)
     paths = []
     for name, figure in figures.items():
         paths.append(evaluate_dir / name)
@@ -99,6 +103,37 @@ def training_curves(runs: dict[str, list[dict[str, Any]]]) -> Figure:
         _finish(axes)
     _legend(figure, figure.axes[0])
     return figure
+
+
+def head_diagnostics(runs: dict[str, list[dict[str, Any]]]) -> Figure:
+    """Of the LiLiCorr heads: prefix by walk, by the top candidate and by any, blocks begun wrong, spread of the scores.
+
+    Every point is the mean of a `WINDOW` of log lines: one line's blocks are too few to see a trend.
+    """
+    panels = {
+        "prefix (tokens per block)": {"oracle_prefix": ":", "selected_prefix": "-", "top1_prefix": "--"},
+        "share of blocks wrong at slot 1": {"zero_prefix_rate": "-"},
+        "spread of the scores (nats)": {"score_spread": "-"},
+    }
+    figure = Figure(figsize=(4.5 * len(panels), 3.4), layout="constrained")
+    for axes, (title, styles) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
+        for index, (run, lines) in enumerate(runs.items()):
+            for key, style in styles.items():
+                points = _means([(line["step"], line[key]) for line in lines if line.get(key) is not None])
+                name = f"{run}, {key.removesuffix('_prefix')}" if len(styles) > 1 else None
+                axes.plot(*zip(*points), style, color=_colour(index), label=name, linewidth=1)
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel(title)
+        _finish(axes)
+    figure.axes[-1].set_ylim(bottom=0)
+    _legend(figure, figure.axes[0])
+    return figure
+
+
+def _means(points: list[tuple[int, float]]) -> list[tuple[float, float]]:
+    """Mean step and value of every `WINDOW` points, the last one of those that are left."""
+    parts = [points[start : start + WINDOW] for start in range(0, len(points), WINDOW)]
+    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
 
 
 def _drafting(results: dict[str, Any]) -> list[str]:

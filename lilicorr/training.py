@@ -43,7 +43,6 @@ from lilicorr.draft_model import DraftModel
 from lilicorr.features import FeatureSource
 from lilicorr.folder import new_folder, unfinished
 from lilicorr.losses import total_loss
-from lilicorr.provenance import write_atomic
 from lilicorr.target import Target
 
 SCHEDULES = ("cosine", "constant")
@@ -53,7 +52,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 # How a run is carried out: changing these changes no number beyond the order of additions.
 PACE = (
     *("runs", "micro_batch_size", "chunk_blocks", "cache_features", "checkpoint_steps", "keep_checkpoints"),
-    *("log_steps", "eval_steps", "num_workers", "gpus_per_worker", "max_failures"),
+    *("log_steps", "eval_steps", "num_workers", "gpus_per_worker", "max_failures", "trackers", "tracking_project"),
 )
 
 ADDED = ("block_layout", "block_size")  # of a run, since runs were first trained: unset they leave its identity alone
@@ -348,21 +347,3 @@ def prune_checkpoints(parent: Path, keep: int) -> None:
     """Delete all but the newest `keep` states, and what killed processes left unfinished."""
     for folder in [*checkpoints(parent)[: -max(1, keep)], *unfinished(parent)]:
         shutil.rmtree(folder)
-
-
-class MetricLog:
-    """`metrics.jsonl`: one JSON object with a `step` per line, appended; no step stands twice after a resume."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        """Open the log for a run that has finished `step` steps: later entries and a torn last line go."""
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-        whole = [line for line in lines if line.endswith("\n")]
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
-        write_atomic(path, "".join(kept).encode())
-
-    def write(self, values: dict[str, Any]) -> None:
-        """Append one entry."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")

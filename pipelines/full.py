@@ -36,7 +36,10 @@ from pipelines.systems import SYSTEMS, chosen, with_systems
 HEALTH_TIMEOUT_S = 5.0
 Change = Callable[[PipelineConfig], PipelineConfig]
 REGENERATE_PACE = ("num_actors", "gpus_per_actor", "cpus_per_actor", "max_attempts")
-TRAIN_PACE = ("num_workers", "gpus_per_worker", "max_failures", "checkpoint_steps", "keep_checkpoints", "log_steps")
+TRAIN_PACE = (
+    *("num_workers", "gpus_per_worker", "max_failures", "checkpoint_steps", "keep_checkpoints", "log_steps"),
+    *("trackers", "tracking_project"),
+)
 
 
 def endpoint_problem(config: PipelineConfig) -> str | None:

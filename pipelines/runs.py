@@ -22,6 +22,7 @@ from lilicorr.drafter import copy_target_layers, drafter_shape
 from lilicorr.heads import HEADS
 from lilicorr.kernels.topk_lse import MAX_CANDIDATES
 from lilicorr.target import Target, default_layer_ids, resolve_target
+from lilicorr.tracking import check_trackers
 from lilicorr.training import check_precision, num_steps
 from pipelines.start import check_start
 
@@ -39,6 +40,7 @@ def check_runs(config: PipelineConfig, described: dict[str, Any]) -> None:
     if train.drafter.init not in INITS:
         raise ValueError(f"train.drafter.init must be one of {', '.join(INITS)}, got {train.drafter.init!r}")
     check_precision(train)
+    check_trackers(train.trackers)
     default_layer_ids(described["num_layers"], train.drafter.num_captured_layers or train.drafter.num_layers)
     if not train.runs:
         raise ValueError("train.runs is empty: name at least one run")

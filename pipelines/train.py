@@ -39,8 +39,8 @@ from lilicorr.draft_model import DraftModel, build_draft_model, run_block_spec
 from lilicorr.drafter import copy_target_layers, drafter_shape
 from lilicorr.provenance import provenance, sha256_file, sha256_tree, write_json
 from lilicorr.target import Target, default_layer_ids, load_target
+from lilicorr.tracking import TRACKERS, MetricLog, TrackedRun, alarm
 from lilicorr.training import (
-    MetricLog,
     Trainer,
     checkpoint_folder,
     checkpoints,
@@ -232,7 +232,7 @@ def train_run(job: Job, device: torch.device, report: Report) -> None:
         trainer.restore(states[-1])
     if trainer.world > 1:
         dist.barrier()  # nobody is still reading the states that rank 0 is about to prune
-    log = MetricLog(job.folder / "metrics.jsonl", trainer.done) if leads else None
+    log = open_log(job, trainer.done) if leads else None
     if log and states:
         log.write({"step": trainer.done, "resumed": True})
     prompts = probe_prompts(job.config, target) if leads and config.eval_steps else []
@@ -244,6 +244,8 @@ def train_run(job: Job, device: torch.device, report: Report) -> None:
             log.write(metrics)
             pace = (time.monotonic() - started) / (done - first)
             logger.info("%s", progress_line(job.name, metrics, trainer.num_steps, pace))
+            if trouble := alarm(metrics):
+                logger.warning("%s: %s", job.name, trouble)
         if log and config.eval_steps and (done % config.eval_steps == 0 or last):
             log.write({"step": done, "tau": measure_tau(trainer, target, prompts)})
         if done % config.checkpoint_steps == 0 and not last:
@@ -251,9 +253,18 @@ def train_run(job: Job, device: torch.device, report: Report) -> None:
                 trainer.save(checkpoint_folder(job.folder / "checkpoints", done))
                 prune_checkpoints(job.folder / "checkpoints", config.keep_checkpoints)
             report({"step": done, "loss": metrics["loss"]})
-    if leads:
+    if log:
         finish(job, trainer, target)
+        log.close()
     report({"step": trainer.done})
+
+
+def open_log(job: Job, step: int) -> MetricLog:
+    """The metrics of a run that has done `step` steps, in its folder and at the trackers."""
+    config = job.config.train
+    settings = {"profile": job.config.profile, "target": job.config.target.source, **to_dict(job.run)}
+    run = TrackedRun(job.folder, job.name, job.identity, config.tracking_project, step, settings)
+    return MetricLog(job.folder / "metrics.jsonl", step, [TRACKERS[name](run) for name in config.trackers])
 
 
 def make_trainer(job: Job, device: torch.device) -> tuple[Trainer, Target]:

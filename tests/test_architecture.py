@@ -63,6 +63,7 @@ ALLOWED = {
     # training
     "corpus": "blocks chat config folder provenance",
     "features": "blocks corpus target",
+    "tracking": "provenance",
     "training": "anchors blocks checkpoint.* config corpus draft_model features folder losses provenance target",
     "budget": "blocks config draft_model drafter losses",
     # making answers, measuring
@@ -75,7 +76,12 @@ ALLOWED = {
 }
 # What lilicorr may import of the world: at the top of a module, and inside the functions of one that says why.
 WORLD = {"jinja2", "matplotlib", "numpy", "pyarrow", "safetensors", "tokenizers", "torch", "transformers", "yaml"}
-INSIDE = {"checkpoint.hub": {"huggingface_hub"}, "evaluate": {"rich"}, "smollm2": {"gguf"}}
+INSIDE = {
+    "checkpoint.hub": {"huggingface_hub"},
+    "evaluate": {"rich"},
+    "smollm2": {"gguf"},
+    "tracking": {"tensorboardX", "mlflow", "wandb"},
+}
 WHERE_INSTALLED = {"kernels.language": {"triton"}}  # the one module that says what is there without it
 NEVER = {"ray", "vllm", "fastapi", "pydantic", "serve_app", "pipelines"}
 

@@ -64,3 +64,28 @@ def test_training_curves_hold_every_logged_value():
     assert [list(line.get_ydata()) for line in loss.lines] == [[2.0, 1.5, 1.2], [2.0]]
     assert [list(line.get_xdata()) for line in tau.lines] == [[2]] and tau.lines[0].get_label() == "dflash"
     assert len(plots.training_curves({"lilicorr": METRICS[:1]}).axes) == 1
+
+
+def test_head_diagnostics_are_means_over_a_window_of_lines(tmp_path: Path):
+    lines = [
+        {
+            "step": 10 * (i + 1),
+            "loss": 1.0,
+            "selected_prefix": i,
+            "top1_prefix": 1.0,
+            "oracle_prefix": 2.0,
+            "zero_prefix_rate": 0.5,
+            "score_spread": 0.25,
+        }
+        for i in range(12)
+    ]
+    prefixes, zero, spread = plots.head_diagnostics({"lilicorr": [{"step": 0, "resumed": True}, *lines]}).axes
+    assert [line.get_label() for line in prefixes.lines] == ["lilicorr, oracle", "lilicorr, selected", "lilicorr, top1"]
+    assert prefixes.lines[1].get_xydata().tolist() == [[55.0, 4.5], [115.0, 10.5]]
+    assert zero.lines[0].get_ydata().tolist() == [0.5, 0.5] and spread.lines[0].get_ydata().tolist() == [0.25, 0.25]
+    (tmp_path / "evaluate").mkdir()
+    (tmp_path / "evaluate" / "results.json").write_text(json.dumps(RESULTS))
+    (tmp_path / "train" / "lilicorr").mkdir(parents=True)
+    (tmp_path / "train" / "lilicorr" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    paths = plots.draw_plots(tmp_path / "evaluate", tmp_path / "train")
+    assert [path.name for path in paths] == ["tau.png", "slots.png", "training.png", "heads.png"]

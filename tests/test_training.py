@@ -27,7 +27,6 @@ from lilicorr.drafter import block_spec, drafter_shape
 from lilicorr.target import Target
 from lilicorr.training import (
     PACE,
-    MetricLog,
     Trainer,
     checkpoint_folder,
     checkpoints,
@@ -325,7 +324,7 @@ def test_epochs_and_precision(tmp_path: Path, tiny_target: Target) -> None:
 
 def test_the_fingerprint_ignores_how_a_run_is_carried_out(tmp_path: Path) -> None:
     training_set = make_set(tmp_path)
-    same = replace(CONFIG, micro_batch_size=4, num_workers=8, log_steps=1, cache_features=True)
+    same = replace(CONFIG, micro_batch_size=4, num_workers=8, log_steps=1, trackers=("wandb",), cache_features=True)
     identity = run_fingerprint(CONFIG, RUN, training_set, "target")
     assert run_fingerprint(same, RUN, training_set, "target") == identity
     before = {key: value for key, value in asdict(RUN).items() if not key.startswith("block_")}
@@ -348,18 +347,6 @@ def test_checkpoints_are_found_in_order_and_pruned(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(tmp_path)] == ["step_9", "step_20", "step_100"]
     prune_checkpoints(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_100", "step_20"]
-
-
-def test_the_log_is_cut_at_the_restored_step(tmp_path: Path) -> None:
-    log = MetricLog(tmp_path / "run" / "metrics.jsonl", 0)
-    for step in range(1, 6):
-        log.write({"step": step, "loss": 1.0})
-    with log.path.open("a") as file:
-        file.write('{"step": 6, "lo')
-    log = MetricLog(log.path, 3)
-    log.write({"step": 4, "loss": 2.0})
-    entries = [json.loads(line) for line in log.path.read_text().splitlines()]
-    assert [entry["step"] for entry in entries] == [1, 2, 3, 4] and entries[-1]["loss"] == 2.0
 
 
 @pytest.mark.parametrize("restricted", [False, True])

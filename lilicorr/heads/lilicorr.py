@@ -263,15 +263,20 @@ class LiLiCorrHead(Head):
         supervised: Tensor,
         full: Tensor,
     ) -> dict[str, LossTerm]:
-        """Mean prefixes on blocks that have every label, and the spread of the scores (0 when they collapse)."""
+        """Of blocks that have every label: mean prefixes, the share begun wrong, and the spread of the scores.
+
+        The spread is 0 when the head has collapsed, see `tracking.alarm`.
+        """
         ranks = WALKS[self.config.walk](anchor_scores.detach(), pair_scores.detach())
         walked = lattice.token_ids.gather(-1, ranks[..., None])[..., 0] == labels.token_ids
         top1 = lattice.token_ids[..., 0] == labels.token_ids
         # population deviation without std(), which warns when a batch holds no block
         scores = torch.cat([anchor_scores[:, None], pair_scores.flatten(1, 2)], dim=1)
         spread = (scores - scores.mean(dim=-1, keepdim=True)).square().mean(dim=-1).sqrt().mean(dim=-1)
+        selected = prefix_length(walked)
         return {
-            "selected_prefix": diagnostic(prefix_length(walked), full),
+            "selected_prefix": diagnostic(selected, full),
+            "zero_prefix_rate": diagnostic(selected == 0, full),
             "top1_prefix": diagnostic(prefix_length(top1), full),
             "oracle_prefix": diagnostic(prefix_length(supervised), full),
             "score_spread": diagnostic(spread, torch.ones_like(full)),

@@ -1,0 +1,175 @@
+"""A training run's metrics: `metrics.jsonl` always, and the trackers that `train.trackers` names.
+
+Place in the flow: rank 0 of `pipelines/train.py` writes one `MetricLog`. Every value goes out with its optimizer step,
+so that curves of runs that were killed and went on lie over each other.
+
+Nothing but `metrics.jsonl` is read back. A tracker that fails in the middle of a run (a server that is away) is
+reported in the log and left out from then on: it ends no run, and the file has what it missed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from lilicorr.provenance import write_atomic
+
+logger = logging.getLogger(__name__)
+
+COLLAPSED = 0.01  # nats
+
+
+class TrackedRun(NamedTuple):
+    """What a tracker is told of a run."""
+
+    folder: Path  # of the run; trackers keep their own files in it
+    name: str
+    identity: str  # the same after a restart, another one for another recipe
+    project: str
+    step: int  # optimizer steps done: what a tracker has of later ones is from before a kill
+    config: dict[str, Any]
+
+
+class Tracker(Protocol):
+    """Where metrics are shown."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Take the values of one optimizer step."""
+
+    def close(self) -> None:
+        """Bring out what is held back; the run is done."""
+
+
+class TensorBoard:
+    """Event files in `tensorboard/` of the run's folder, by tensorboardX, which `ray[train]` brings along."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from tensorboardX import SummaryWriter
+
+        self.writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class MLflow:
+    """A run of MLflow's tracking server, MLFLOW_TRACKING_URI; its id is kept in `mlflow_run` of the run's folder."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow import MlflowClient
+
+        self.client = MlflowClient()
+        kept = run.folder / "mlflow_run"
+        identity, _, self.run_id = kept.read_text(encoding="utf-8").partition(" ") if kept.is_file() else ("", "", "")
+        if identity == run.identity:
+            self.client.update_run(self.run_id, status="RUNNING")
+            return
+        experiment = self.client.get_experiment_by_name(run.project)
+        experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(run.project)
+        created = self.client.create_run(experiment_id, run_name=run.name, tags={"identity": run.identity})
+        self.run_id = created.info.run_id
+        for key, value in run.config.items():
+            self.client.log_param(self.run_id, key, value)
+        write_atomic(kept, f"{run.identity} {self.run_id}".encode())
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self.client.log_batch(self.run_id, metrics=[Metric(name, value, now, step) for name, value in values.items()])
+
+    def close(self) -> None:
+        self.client.set_terminated(self.run_id)
+
+
+class WandB:
+    """A run of Weights & Biases by its identity, so that a restart goes on in it; WANDB_API_KEY and WANDB_MODE apply.
+
+    It takes no step below one that it has: of a run that went on from an older state it shows the first course.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self.run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.identity,
+            resume="allow",
+            dir=str(run.folder),
+            config=run.config,
+        )
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.run.log(values, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
+PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ValueError for a tracker that is not known here or whose package is not installed."""
+    for name in names:
+        if name not in TRACKERS:
+            raise ValueError(f"train.trackers must be among {', '.join(TRACKERS)}, got {name!r}")
+        if find_spec(PACKAGES[name]) is None:
+            raise ValueError(f"train.trackers: {name} needs the package {PACKAGES[name]}, which is not installed")
+
+
+class MetricLog:
+    """`metrics.jsonl`: one JSON object with a `step` per line, appended; no step stands twice after a resume."""
+
+    def __init__(self, path: Path, step: int, trackers: Sequence[Tracker] = ()) -> None:
+        """Open the log for a run that has finished `step` steps: later entries and a torn last line go."""
+        self.path, self.trackers = path, list(trackers)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+        whole = [line for line in lines if line.endswith("\n")]
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        write_atomic(path, "".join(kept).encode())
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Append one entry; its numbers go to the trackers."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+        numbers = {name: float(value) for name, value in values.items() if type(value) in (int, float)}
+        step = int(numbers.pop("step"))
+        if numbers:
+            self._each(lambda tracker: tracker.log(step, numbers))
+
+    def close(self) -> None:
+        """The run is done: end the trackers' side of it."""
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, act: Callable[[Tracker], None]) -> None:
+        for tracker in list(self.trackers):
+            try:
+                act(tracker)
+            except Exception:
+                logger.exception("%s failed and gets no more metrics; %s has them", type(tracker).__name__, self.path)
+                self.trackers.remove(tracker)
+
+
+def alarm(values: dict[str, Any]) -> str | None:
+    """What is wrong with a head by its diagnostics, None while nothing is.
+
+    `score_spread`, in nats, is the standard deviation of a slot's scores over its candidates: at 0 the head says the
+    same of all of them, and its walk follows whatever breaks ties.
+    """
+    spread = values.get("score_spread")
+    if spread is None or spread >= COLLAPSED:
+        return None
+    return f"step {values['step']}: the head tells candidates apart by {spread:.4f} nats only, it has collapsed"
