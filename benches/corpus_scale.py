@@ -6,7 +6,8 @@ Makes a corpus of that size and shape (`benches/corpus.py`), then runs the pipel
 process, with an engine that answers at once with canned tokens. The driver is killed (SIGKILL) when the given shares
 of the shards are made, and started again. In the end every content id must be in exactly one place.
 
-Needs Ray. At full size: some 60 GB of disk in `--folder` (a temporary folder by default), removed unless `--keep`.
+Needs Ray. At full size: some 60 GB of disk in `--folder` (a temporary folder by default), removed in the
+end, after an error too, unless `--keep`.
 
 The result is one JSON object: `rows` of the source; `ok`, `dead`, `duplicate`, `dropped`, `held_out` which add up to
 them; `kills`; `seconds` from the start of the first driver to the training set (kills and restarts included) and by
@@ -313,13 +314,15 @@ def main() -> None:
     if folder.is_dir() and any(folder.iterdir()):
         parser.error(f"--folder {folder} is not empty")
     folder.mkdir(parents=True, exist_ok=True)
-    result = bench(folder.resolve(), arguments.rows, arguments.kills, arguments.actors, arguments.shard_size)
+    try:
+        result = bench(folder.resolve(), arguments.rows, arguments.kills, arguments.actors, arguments.shard_size)
+    finally:
+        if not arguments.keep:
+            shutil.rmtree(folder)
     write_json(arguments.output, result)
     for name, value in result.items():
         if name != "provenance":
             print(f"{name}: {value}")
-    if not arguments.keep:
-        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ together, and nothing else takes time (prompts, prefix cache and the scheduler's
 lengths are lognormal and cut at 4,096 tokens, conversations have one turn or more, both as in `benches/corpus.py`.
 Shards are eight times the places of an engine, as 2,048 conversations are to 256 requests. Three ways to feed them:
 
-    feed        `lilicorr.generator.regenerate_groups` over shards from a queue: the pipeline's own code
+    feed        `lilicorr.generator.regenerate_groups` over shards from a queue: the pipeline's own code (but for shards
+                that are made twice at the end, which would hide how empty the engines get)
     shards      the same shard by shard, an engine running empty before its next one
     processor   eight batches that fill the engine (of 32 rows at 256 places), each returned as a whole, and one pass a
                 turn: how the ready-made Ray Data LLM processor works
@@ -22,7 +23,9 @@ from __future__ import annotations
 
 import argparse
 import heapq
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,13 +82,44 @@ def make_turns(number: int, seed: int = 0) -> list[list[int]]:
     return [part.tolist() for part in np.split(lengths, np.cumsum(turns)[:-1])]
 
 
+class Order:
+    """Lets one of several engines run at a time, each in a thread: always the one whose next answer is due first."""
+
+    def __init__(self, number: int) -> None:
+        self._running = number
+        self._due: dict[SimulatedEngine, int] = {}  # of those that wait
+        self._changed = threading.Condition()
+
+    def wait(self, engine: SimulatedEngine, due: int) -> None:
+        """Return when every engine waits or has ended and none is due before this one."""
+        with self._changed:
+            self._running -= 1
+            self._due[engine] = due
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._running and self._first() is engine)
+            del self._due[engine]
+            self._running += 1
+
+    def _first(self) -> SimulatedEngine:
+        return min(self._due, key=lambda engine: (self._due[engine], engine.number))
+
+    def leave(self) -> None:
+        """An engine has ended."""
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+
 class SimulatedEngine:
     """A Generator whose answers take as many steps as they have tokens, on a clock of its own."""
 
     name, max_model_len = "simulated", 1 << 30
 
-    def __init__(self, slots: int, turns: list[list[int]], trace: Trace, clock: int = 0) -> None:
-        self.max_in_flight, self.turns, self.trace, self.clock = slots, turns, trace, clock
+    def __init__(
+        self, slots: int, turns: list[list[int]], trace: Trace, order: Order | None = None, number: int = 0
+    ) -> None:
+        self.max_in_flight, self.turns, self.trace, self.order, self.number = slots, turns, trace, order, number
+        self.clock = 0
         self._open: list[tuple[int, int, int]] = []  # step at which it is finished, key, step at which it began
 
     def submit(self, key: int, prompt_ids: list[int], max_new_tokens: int) -> None:
@@ -96,8 +130,10 @@ class SimulatedEngine:
         assert len(self._open) <= self.max_in_flight
 
     def poll(self) -> list[tuple[int, Completion]]:
-        """Go on to the next answer that is finished; see Generator."""
+        """Go on to the next answer that is finished, when no other engine has an earlier one; see Generator."""
         finished = []
+        if self._open and self.order:
+            self.order.wait(self, self._open[0][0])
         while self._open and (not finished or self._open[0][0] == self.clock):
             self.clock, key, start = heapq.heappop(self._open)
             self.trace.add(start, self.clock)
@@ -114,8 +150,8 @@ def conversation(number: int, turns: list[int]) -> Conversation:
 def run_engines(turns: list[list[int]], num_engines: int, slots: int, overlap: bool) -> Trace:
     """All conversations in shards, over engines that take the next shard when they have room for it.
 
-    Without `overlap` an engine has room when its shard is finished. Engines advance in the order of their clocks, so
-    that a shard goes to the one that asks first.
+    Without `overlap` an engine has room when its shard is finished. A shard goes to the engine that asks first by its
+    clock.
     """
     size, trace = SHARD_PER_SLOT * slots, Trace()
     starts = iter(range(0, len(turns), size))
@@ -128,10 +164,12 @@ def run_engines(turns: list[list[int]], num_engines: int, slots: int, overlap: b
             if single:
                 return
 
-    engines = [SimulatedEngine(slots, turns, trace) for _ in range(num_engines)]
     if overlap:
-        advance_together(engines, [regenerate_groups(groups(False), tokenizer, e, settings) for e in engines])
+        order = Order(num_engines)
+        engines = [SimulatedEngine(slots, turns, trace, order, number) for number in range(num_engines)]
+        run_together(order, engines, lambda engine: regenerate_groups(groups(False), tokenizer, engine, settings))
         return trace
+    engines = [SimulatedEngine(slots, turns, trace) for _ in range(num_engines)]
     waiting = [(0, index) for index in range(num_engines)]
     while waiting:
         clock, index = heapq.heappop(waiting)
@@ -141,13 +179,21 @@ def run_engines(turns: list[list[int]], num_engines: int, slots: int, overlap: b
     return trace
 
 
-def advance_together(engines: list[SimulatedEngine], runs: list[Iterator[Any]]) -> None:
-    """Exhaust the runs, always that of the engine whose clock is behind; each goes on to its next finished shard."""
-    waiting = [(0, index) for index in range(len(engines))]
-    while waiting:
-        _, index = heapq.heappop(waiting)
-        if next(runs[index], None) is not None:
-            heapq.heappush(waiting, (engines[index].clock, index))
+def run_together(
+    order: Order, engines: list[SimulatedEngine], make_run: Callable[[SimulatedEngine], Iterator[Any]]
+) -> None:
+    """Exhaust the runs of all engines, which take shards and finish answers in the order of their clocks."""
+
+    def exhaust(engine: SimulatedEngine) -> None:
+        try:
+            order.wait(engine, 0)
+            for _ in make_run(engine):
+                pass
+        finally:
+            order.leave()
+
+    with ThreadPoolExecutor(len(engines)) as pool:
+        list(pool.map(exhaust, engines))
 
 
 def run_processor(turns: list[list[int]], num_engines: int, slots: int) -> Trace:

@@ -163,7 +163,7 @@ def laid_out(run: Run) -> list[Row]:
     """The training set of the shards that are done."""
     folder, settings = run.config.directory / "regenerate", run.config.train
     done = [(s, m) for s in shards.read_plan(folder).shards if (m := shards.read_manifest(folder, s)) is not None]
-    source = fingerprint([manifest["sha256"] for _, manifest in done], settings.max_length, settings.layout)
+    source = train.training_set_source([manifest["sha256"] for _, manifest in done], settings)
     paths = [shards.data_path(folder, shard) for shard, _ in done]
     path = run.config.directory / "train" / train.TRAINING_SET
     return [{"kind": "training_set", **build_training_set(paths, path, settings.max_length, settings.layout, source)}]

@@ -76,7 +76,7 @@ class RegenerateConfig:
     num_actors: int = 1
     gpus_per_actor: float = 1.0
     cpus_per_actor: float = 1.0
-    max_attempts: int = 3  # of a shard whose engine died
+    max_attempts: int = 3  # of a shard whose engine dies, until its conversations are made one by one
     max_dead_fraction: float = 0.001
 
 

@@ -71,7 +71,7 @@ class DeadRecord:
     """Why a conversation has no answer."""
 
     turn: int
-    error: str  # a class: PromptTooLong, TemplateError, EmptyOutput, ThinkMarker, EngineDied
+    error: str  # a class: PromptTooLong, TemplateError, EmptyOutput, ThinkMarker, KilledEngine, EngineDied
     message: str
 
 
@@ -291,8 +291,10 @@ class EngineGenerator:
 class TransformersGenerator:
     """Greedy decoding with the transformers model in static batches, for CPUs and for targets without vLLM.
 
-    A batch is cut from the queued prompts of similar length, padded on the left; rows that are finished
-    leave it as soon as they are half of it.
+    The queued prompts are taken a window at a time, the longest first, so that those of a batch are of similar
+    length, and padded on the left; rows that are finished leave a batch as soon as they are half of it. What comes
+    meanwhile waits for the next window: a prompt is overtaken by six batches at the most, whatever its length, so no
+    conversation stays open for long and shards are finished one after the other.
     """
 
     name = "transformers"
@@ -302,8 +304,9 @@ class TransformersGenerator:
         self.target = target
         self.batch_size = batch_size
         self.max_model_len = min(max_model_len or target.max_length, target.max_length)
-        self.max_in_flight = 4 * batch_size  # enough to find prompts of similar length
-        self._queue: list[_Request] = []
+        self.max_in_flight = 4 * batch_size  # a window: enough to find prompts of similar length
+        self._queue: list[_Request] = []  # for the next window
+        self._window: list[_Request] = []  # by falling length
         self._stops = torch.tensor(target.eos_ids, device=target.device)
 
     def submit(self, key: int, prompt_ids: list[int], max_new_tokens: int) -> None:
@@ -312,10 +315,12 @@ class TransformersGenerator:
         self._queue.append(_Request(key, prompt_ids, limit))
 
     def poll(self) -> list[tuple[int, Completion]]:
-        """Answer one batch of the queue, the longest prompts first."""
-        self._queue.sort(key=lambda request: -len(request.prompt_ids))
-        batch = self._queue[: self.batch_size]
-        del self._queue[: self.batch_size]
+        """Answer the next batch; see Generator. Raises RuntimeError for a target whose logits are NaN."""
+        if not self._window:
+            self._window = sorted(self._queue, key=lambda request: -len(request.prompt_ids))
+            self._queue = []
+        batch = self._window[: self.batch_size]
+        del self._window[: self.batch_size]
         return self._decode(batch) if batch else []
 
     @torch.inference_mode()
@@ -366,4 +371,7 @@ class TransformersGenerator:
     def _forward(self, ids: Tensor, seen: Tensor, positions: Tensor, cache: TargetCache) -> Tensor:
         """The greedy token after each row's last one [R]."""
         output = self.target.forward(ids, cache, attention_mask=seen, positions=positions)
-        return self.target.logits(output.hidden[:, -1]).argmax(-1)
+        highest, tokens = self.target.logits(output.hidden[:, -1]).max(-1)
+        if highest.isnan().any():  # the largest of NaN and others is NaN, and its place would pass for an answer
+            raise RuntimeError(f"the target's logits are NaN at position {cache.length}")
+        return tokens

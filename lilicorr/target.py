@@ -144,12 +144,8 @@ class Target:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Token ids that end an answer, from the generation config, then the model config."""
-        ids: set[int] = set()
-        for config in (self.model.generation_config, self.config):
-            value = getattr(config, "eos_token_id", None)
-            ids |= set(value if isinstance(value, list | tuple) else [value] if value is not None else [])
-        return tuple(sorted(ids))
+        """Token ids that end an answer, ascending."""
+        return eos_ids_of(self.model.generation_config, self.config)
 
     @property
     def max_length(self) -> int:
@@ -188,6 +184,15 @@ class Target:
     def new_cache(self, max_length: int) -> TargetCache:
         """An empty cache for `max_length` positions."""
         return TargetCache(self.config.num_hidden_layers, max_length)
+
+
+def eos_ids_of(*configs: Any) -> tuple[int, ...]:
+    """Token ids that end an answer by any of a model's configs (generation and model), ascending."""
+    ids: set[int] = set()
+    for config in configs:
+        value = getattr(config, "eos_token_id", None)
+        ids |= set(value if isinstance(value, list | tuple) else [value] if value is not None else [])
+    return tuple(sorted(ids))
 
 
 def _check_kind(model: PreTrainedModel) -> None:

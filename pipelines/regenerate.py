@@ -2,8 +2,8 @@
 
 Place in the flow: second stage. Ray Data keeps a pool of actors, each with its own engine, which take the missing
 shards from one queue. An actor begins its next shard as soon as the one before leaves a place free in its engine,
-and commits its shards itself, so a killed driver or actor costs the open shards and nothing else. A second run does
-nothing. Paper: section 4.1.
+and commits its shards itself, so a killed driver or actor costs the open shards and nothing else. At the end, an actor
+without work makes again what others still have. A second run does nothing. Paper: section 4.1.
 
     python pipelines/regenerate.py --profile demo
     python pipelines/regenerate.py --profile demo --status       # from the manifests, no cluster needed
@@ -11,6 +11,7 @@ nothing. Paper: section 4.1.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ if __name__ == "__main__":
 from lilicorr.config import PipelineConfig
 from lilicorr.provenance import write_json
 from pipelines import local, shards, stage
+from pipelines.attempts import Attempt, begin
 from pipelines.errors import one_line_errors, sent_home
 from pipelines.inputs import engine_label
 from pipelines.shard_queue import RemoteQueue, ShardQueue
@@ -63,7 +65,7 @@ class Work:
     run: Run
     prompts: Path
     shards: tuple[Shard, ...]
-    attempts: Path  # one file per started attempt of a shard by this driver
+    attempts: Path  # of a shard by this driver: a folder for each that was begun
     make_generator: MakeGenerator
 
 
@@ -93,7 +95,7 @@ def run(config: PipelineConfig, make_generator: MakeGenerator | None = None) -> 
     left = shards.missing(current, replace(plan, shards=tuple(todo)))
     if left:
         raise RuntimeError(f"{len(left)} shards are still not done, the first is {left[0].id}; run again")
-    numbers = Tally(folder, plan).summary()
+    numbers = Tally(folder, plan).complete()
     for line in describe(numbers):
         logger.info("%s", line)
     write_json(folder / "summary.json", numbers)
@@ -117,7 +119,7 @@ def fingerprint_parts(config: PipelineConfig, plan: Plan) -> dict[str, Any]:
     target = json.loads((config.directory / "prepare" / "target.json").read_text(encoding="utf-8"))
     return {
         "prompts": plan.prompts,
-        "target": {name: value for name, value in target.items() if name != "folder"},
+        "target": target,
         "target.dtype": config.target.dtype,
         "target.template_kwargs": config.target.template_kwargs,
         "regenerate.max_new_tokens": config.regenerate.max_new_tokens,
@@ -145,6 +147,8 @@ def make_engine(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, Genera
 
 def run_on_ray(work: Work) -> None:
     """Make the shards of `work` with a pool of actors; returns when every one has been committed.
+
+    No worker ends before that. When the first one does, the others make again what is done, or hang: they are killed.
 
     Raises ValueError at once if the cluster can never have the resources asked for.
     """
@@ -174,13 +178,15 @@ def run_on_ray(work: Work) -> None:
     done.context.enable_progress_bars = False
     done.context.execution_no_progress_timeout_s = -1  # a worker may take longer than the default half hour
     done.context.max_consecutive_actor_init_deaths = settings.max_attempts
-    done.take_all()
+    # Not `take`, which asks ahead: the last worker's row may never come. Closing the iterator kills the actors.
+    with contextlib.closing(iter(done.iter_batches(batch_size=None, prefetch_batches=0))) as ended:
+        next(ended)
 
 
 class GeneratorActor:
     """One engine, and the shards that its worker takes from the queue."""
 
-    def __init__(self, work: Work, queue: ShardQueue | RemoteQueue | None = None) -> None:
+    def __init__(self, work: Work, queue: ShardQueue | RemoteQueue) -> None:
         from lilicorr.generator import DialogueSettings
 
         self.work, self.queue = work, queue
@@ -188,94 +194,116 @@ class GeneratorActor:
         with sent_home():
             tokenizer, generator = work.make_generator(work.config)
         self.tokenizer, self.generator = tokenizer, Watched(generator)
-        self.begun: dict[Shard, tuple[int, float]] = {}  # open shards: attempt, and when it began
+        self.begun: dict[int, tuple[Attempt, float]] = {}  # open shards by number: attempt, and when it began
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Make and commit shards until none is left, as the worker named in `batch`."""
+        """Make and commit shards until all are finished, as the worker named in `batch`."""
         with sent_home():
             self.work_off(int(batch["worker"][0]))
         return {"done": batch["worker"]}
 
     def work_off(self, worker: int) -> None:
-        """Make and commit shards until the queue is empty, the next one beginning before the last one has ended.
+        """Make and commit shards until every one is finished, the next beginning before the last one has ended.
 
-        A shard that was begun before is made alone: if its engine dies again, it takes no other shard with it.
+        A shard that was begun before is made alone: if its engine dies again, it takes no other shard with it. The
+        process ends where its engine fails: Ray starts another one, and its worker takes the shards again.
         """
         from lilicorr.generator import regenerate_groups
 
         self.queue.start(worker)
-        while True:
-            taken: list[int] = []
-            groups = self._new_shards(worker, taken)
-            try:
+        try:
+            while (taken := self.queue.take(worker)) is not None:
+                again: list[tuple[int, frozenset[int]]] = []
+                groups = self._new_shards(worker, taken, again)
                 for number, results in regenerate_groups(groups, self.tokenizer, self.generator, self.settings):
-                    self._commit(self.work.shards[number], results)
-                    self.queue.finish(worker, number)
-            except EngineError as error:
-                self._die(error)
-            if not taken:
-                return
-            again = taken.pop()
-            self.make(self.work.shards[again])
-            self.queue.finish(worker, again)
+                    self._commit(worker, number, results)
+                if again:
+                    self._make_again(worker, *again.pop())
+        except EngineError as error:
+            self._die(error)
 
-    def _new_shards(self, worker: int, again: list[int]) -> Iterator[tuple[int, list[Conversation]]]:
-        """Shards from the queue, until it is empty or gives one that was begun before, which is put into `again`."""
-        while (number := self.queue.take(worker)) is not None:
+    def _new_shards(
+        self, worker: int, taken: tuple[int, frozenset[int]] | None, again: list[tuple[int, frozenset[int]]]
+    ) -> Iterator[tuple[int, list[Conversation]]]:
+        """`taken` and more from the queue, until it gives none or one that was begun before, which goes to `again`."""
+        while taken is not None:
+            number, others = taken
             shard = self.work.shards[number]
-            if (self.work.attempts / shard.id).is_dir():
-                again.append(number)
+            if others or (self.work.attempts / shard.id).is_dir():
+                again.append(taken)
                 return
-            attempt, _ = begin_attempt(self.work.attempts, shard)
-            self.begun[shard] = attempt, time.monotonic()
+            self.begun[number] = begin(self.work.attempts / shard.id, worker, others), time.monotonic()
             yield number, shards.read_shard(self.work.prompts, shard)
+            taken = self.queue.take(worker)
 
-    def _commit(self, shard: Shard, results: list[ConversationResult]) -> None:
-        attempt, start = self.begun.pop(shard)
-        shards.commit(self.work.run, shard, results, attempt, time.monotonic() - start)
+    def _commit(self, worker: int, number: int, results: list[ConversationResult]) -> None:
+        """Write a shard's files, unless another worker has or does."""
+        attempt, start = self.begun.pop(number)
+        if self.queue.claim(worker, number):
+            shard = self.work.shards[number]
+            shards.commit(self.work.run, shard, results, attempt.number, time.monotonic() - start)
+            self.queue.finish(number)
 
     def _die(self, error: EngineError) -> None:
         """Leave the error with the open shards and end the process: Ray starts another one."""
-        for shard, (attempt, _) in self.begun.items():
-            (self.work.attempts / shard.id / str(attempt)).write_text(str(error), encoding="utf-8")
-        attempts = ", ".join(f"{shard.id} attempt {attempt}" for shard, (attempt, _) in self.begun.items())
-        logger.exception("the engine died in %s of %d", attempts, self.work.config.regenerate.max_attempts)
+        for attempt, _ in self.begun.values():
+            attempt.note("error", str(error))
+        attempts = ", ".join(f"{self.work.shards[n].id} attempt {a.number}" for n, (a, _) in self.begun.items())
+        logger.exception("the engine died in %s", attempts)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
 
-    def make(self, shard: Shard) -> None:
-        """Make and commit one shard, unless another worker has; give up on it after `max_attempts`.
+    def _make_again(self, worker: int, number: int, others: frozenset[int]) -> None:
+        """Make and commit one shard that was begun before and that `others` may still be at."""
+        shard = self.work.shards[number]
+        if shards.is_done(self.work.run, shard):  # by a worker that ended before it could say so
+            self.queue.finish(number)
+            return
+        attempt = begin(self.work.attempts / shard.id, worker, others)
+        self.begun[number] = attempt, time.monotonic()
+        self._commit(worker, number, self._answer(attempt, shards.read_shard(self.work.prompts, shard)))
 
-        The process ends where its engine fails: Ray starts another one, and its worker takes the shard again.
+    def _answer(self, attempt: Attempt, conversations: list[Conversation]) -> list[ConversationResult]:
+        """The results of a shard by what its earlier attempts have left.
+
+        When its engine has died `max_attempts` times, the conversations that were open then are made one after the
+        other behind the rest, and one that was alone with its engine when that died is dead. When the engine has died
+        more than twice as often, the shard is given up.
         """
-        from lilicorr.generator import ConversationResult, DeadRecord, regenerate_conversations
+        from lilicorr.generator import ConversationResult, DeadRecord
 
         limit = self.work.config.regenerate.max_attempts
-        if shards.is_done(self.work.run, shard):
-            return
-        attempt, errors = begin_attempt(self.work.attempts, shard)
-        conversations = shards.read_shard(self.work.prompts, shard)
-        self.begun[shard] = min(attempt, limit), time.monotonic()
-        if attempt > limit:
-            death = DeadRecord(0, shards.ENGINE_DIED, f"{limit} attempts: {errors or 'the process was killed'}")
-            self._commit(shard, [ConversationResult(conversation, [], death) for conversation in conversations])
-            return
-        try:
-            results = list(regenerate_conversations(conversations, self.tokenizer, self.generator, self.settings))
-        except EngineError as error:
-            self._die(error)
-        self._commit(shard, results)
+        text = f"{attempt.deaths} attempts: {attempt.error or 'the process was killed'}"
+        if attempt.deaths > 2 * limit:
+            death = DeadRecord(0, shards.ENGINE_DIED, text)
+            return [ConversationResult(conversation, [], death) for conversation in conversations]
+        if attempt.deaths < limit:
+            return list(self._ask(attempt, "begun", conversations))
+        death = DeadRecord(0, shards.KILLED_ENGINE, text)
+        results, suspected, others = [], [], []
+        for conversation in conversations:
+            if conversation.cid in attempt.guilty:
+                results.append(ConversationResult(conversation, [], death))
+            elif attempt.suspects is None or conversation.cid in attempt.suspects:
+                suspected.append(conversation)
+            else:
+                others.append(conversation)
+        results += self._ask(attempt, "begun", others)
+        return results + [result for one in suspected for result in self._ask(attempt, "alone", [one])]
 
+    def _ask(self, attempt: Attempt, how: str, conversations: list[Conversation]) -> Iterator[ConversationResult]:
+        """Answer conversations, each noted as `how` before the engine has it and as done when it is."""
+        from lilicorr.generator import regenerate_conversations
 
-def begin_attempt(folder: Path, shard: Shard) -> tuple[int, str]:
-    """Mark the start of an attempt, before anything can go wrong; returns its number and the last error."""
-    started = folder / shard.id
-    started.mkdir(exist_ok=True)
-    numbers = sorted(int(path.name) for path in started.iterdir())
-    (started / str(len(numbers) + 1)).touch()
-    errors = [text for number in numbers if (text := (started / str(number)).read_text(encoding="utf-8"))]
-    return len(numbers) + 1, errors[-1] if errors else ""
+        def noted() -> Iterator[Conversation]:
+            for conversation in conversations:
+                attempt.note(how, conversation.cid)
+                yield conversation
+
+        for result in regenerate_conversations(noted(), self.tokenizer, self.generator, self.settings):
+            attempt.note("done", result.conversation.cid)
+            yield result
 
 
 class Watched:

@@ -12,8 +12,9 @@ restartable is here and works from files alone.
 A shard is done if and only if its manifest agrees with its files. All files are written aside and renamed,
 so a crash at any point leaves a shard done or not done, and what is not done is made again as a whole.
 A shard given up because its engine kept dying is dead for this driver; the next one opens it again.
-If two workers commit the same shard, whichever manifest comes first counts; any interleaving ends in files
-that agree with their manifest or in a shard that is not done.
+If two workers commit the same shard, the first one counts; should they write at the same time, which the queue
+of `pipelines/shard_queue.py` prevents, any interleaving ends in files that agree with their manifest or in a
+shard that is not done.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ if TYPE_CHECKING:  # its module needs torch, this one does not
 
 FORMAT = 1
 ENGINE_DIED = "EngineDied"  # the dead letters of a shard that was given up: no property of its conversations
+KILLED_ENGINE = "KilledEngine"  # of a conversation that was alone with its engine when that died
+MOST_ATTEMPTS = 127  # that a column of int8 can number
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 NAMES = pa.dictionary(pa.int32(), pa.string())
 TURNS = pa.schema(
@@ -205,12 +208,16 @@ def read_shard(prompts: Path, shard: Shard) -> list[Conversation]:
 
 
 def commit(run: Run, shard: Shard, results: Iterable[ConversationResult], attempt: int, seconds: float) -> None:
-    """Make a shard's results durable: data, dead letters, manifest; nothing if it is done already."""
+    """Make a shard's results durable: data, dead letters, manifest; nothing if it is done already.
+
+    An attempt behind the 127th counts as that one.
+    """
     ordered = sorted(results, key=lambda result: result.conversation.cid)
     cids = [result.conversation.cid for result in ordered]
     assert len(set(cids)) == len(cids) == shard.num_conversations, f"shard {shard.id}: {len(cids)} results"
     if is_done(run, shard):
         return
+    attempt = min(attempt, MOST_ATTEMPTS)
     marks = {"attempt": attempt, "fingerprint": run.fingerprint, "created_ns": time.time_ns()}
     turns = [{**row, **marks, "engine": run.engine} for result in ordered for row in _turn_rows(result)]
     dead = [{**_dead_row(result), **marks} for result in ordered if result.dead]

@@ -25,18 +25,12 @@ class Tally:
         self._sources: dict[str, Counter[str]] = {}
 
     def summary(self) -> dict[str, Any]:
-        """The numbers of all manifests that are there by now.
-
-        When every shard has one, `ok + dead + duplicate == planned` is asserted.
-        """
+        """The numbers of all manifests that are there by now, right or wrong."""
         self._unread = [shard for shard in self._unread if not self._add(read_manifest(self.folder, shard))]
-        planned, duplicate, dead = self.plan.num_rows, self.plan.num_duplicates, self._dead.total()
-        accounted = self._totals["ok"] + dead + duplicate
-        assert self._unread or accounted == planned, f"{accounted} of {planned} conversations accounted for"
         return {
-            "planned": planned,
-            "duplicate": duplicate,
-            "dead": dead,
+            "planned": self.plan.num_rows,
+            "duplicate": self.plan.num_duplicates,
+            "dead": self._dead.total(),
             **{name: self._totals[name] for name in ("ok", "turns", "skipped_turns", "completion_tokens")},
             "dead_by_error": dict(sorted(self._dead.items())),
             "cut": dict(sorted(self._cut.items())),
@@ -49,6 +43,13 @@ class Tally:
             "shards": len(self.plan.shards),
             "shards_done": len(self.plan.shards) - len(self._unread),
         }
+
+    def complete(self) -> dict[str, Any]:
+        """The summary of a run whose shards are all done; asserts `ok + dead + duplicate == planned`."""
+        numbers = self.summary()
+        accounted = numbers["ok"] + numbers["dead"] + numbers["duplicate"]
+        assert accounted == numbers["planned"], f"{accounted} of {numbers['planned']} conversations accounted for"
+        return numbers
 
     def _add(self, manifest: dict[str, Any] | None) -> bool:
         """Add the numbers of a manifest; false where there is none."""

@@ -127,7 +127,7 @@ def ensure_training_set(config: PipelineConfig) -> TrainingSet:
     """The training set of the regenerated shards, built unless it is there and made from the same ones."""
     folder = config.directory / "train" / TRAINING_SET
     shards, hashes = verified_shards(config.directory / "regenerate")
-    source = fingerprint(hashes, config.train.max_length, config.train.layout, VERSIONS["train"])
+    source = training_set_source(hashes, config.train)
     if (folder / "meta.json").is_file():
         training_set = TrainingSet.open(folder)
         if training_set.meta["source"] == source:
@@ -136,6 +136,11 @@ def ensure_training_set(config: PipelineConfig) -> TrainingSet:
     report = build_training_set(shards, folder, config.train.max_length, config.train.layout, source)
     logger.info("training set: %s", report)
     return TrainingSet.open(folder)
+
+
+def training_set_source(hashes: list[str], config: TrainConfig) -> str:
+    """What a training set is known again by: the hashes of its shards, and how they were laid out."""
+    return fingerprint(hashes, config.max_length, config.layout, VERSIONS["train"])
 
 
 def verified_shards(folder: Path) -> tuple[list[Path], list[str]]:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from lilicorr.config import PipelineConfig
 from lilicorr.generator import Completion
-from lilicorr.target import resolve_target
+from lilicorr.target import eos_ids_of, resolve_target
 
 
 class VLLMGenerator:
@@ -93,12 +93,10 @@ def eos_ids(name: str, revision: str | None) -> list[int]:
         generation = GenerationConfig.from_pretrained(name, revision=revision)
     except OSError:  # the file is optional
         generation = GenerationConfig.from_model_config(model)
-    ids: set[int] = set()
-    for value in (model.eos_token_id, generation.eos_token_id):
-        ids |= set(value if isinstance(value, list | tuple) else [value] if value is not None else [])
+    ids = eos_ids_of(generation, model)
     if not ids:
         raise ValueError(f"neither config of {name} names an eos_token_id: answers would never stop")
-    return sorted(ids)
+    return list(ids)
 
 
 def make_vllm(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, VLLMGenerator]:

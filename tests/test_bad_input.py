@@ -15,6 +15,7 @@ from lilicorr.config import EvaluateConfig, PipelineConfig, PromptConfig, Regene
 from lilicorr.prompts import read_conversations
 from lilicorr.tiny import NUM_ROWS, byte_tokenizer, tiny_target_folder
 from pipelines import full, regenerate
+from pipelines.shard_queue import ShardQueue
 from pipelines.stage import MARKER, Stage, drive, find, read_marker
 
 PREPARE, REGENERATE = (find(full.STAGES, name) for name in ("prepare", "regenerate"))
@@ -35,9 +36,7 @@ def config(tmp_path: Path, target: TargetConfig, monkeypatch: pytest.MonkeyPatch
 
     def run_on_ray(work: regenerate.Work) -> None:
         work.attempts.mkdir(parents=True)
-        actor = regenerate.GeneratorActor(work)
-        for shard in work.shards:
-            actor.make(shard)
+        regenerate.GeneratorActor(work, ShardQueue(len(work.shards))).work_off(0)
 
     monkeypatch.setattr(regenerate, "run_on_ray", run_on_ray)
     monkeypatch.setattr(regenerate, "make_engine", make_replay)

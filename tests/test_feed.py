@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benches import feed
 from benches.feed import Trace, make_turns, run_processor, simulate
+from lilicorr.generator import DialogueSettings, regenerate_groups
+from lilicorr.prompts import Conversation
+from lilicorr.tiny import byte_tokenizer
 
 
 def test_busy_is_the_area_under_the_places_in_use() -> None:
@@ -38,6 +43,26 @@ def test_the_feed_keeps_its_engine_full_and_waiting_for_the_last_answer_does_not
     assert least <= rows["feed"]["steps"] < rows["shards"]["steps"] < rows["processor"]["steps"]
     for row in rows.values():
         assert row["busy_all"] == pytest.approx(least / row["steps"])
+
+
+def test_engines_take_shards_in_the_order_of_their_clocks() -> None:
+    """Among them one that is slow: it must not be given a shard in advance that another asks for before."""
+    turns = [[1000 if number < 8 else 10 + number % 7] for number in range(400)]
+    starts, taken = iter(range(0, 400, 8)), []
+    order, trace = feed.Order(3), Trace()
+
+    def run(engine: feed.SimulatedEngine) -> Iterator[Any]:
+        def groups() -> Iterator[tuple[int, list[Conversation]]]:
+            for start in starts:
+                taken.append((engine.clock, start))
+                yield start, [feed.conversation(number, turns[number]) for number in range(start, start + 8)]
+
+        return regenerate_groups(groups(), byte_tokenizer(), engine, DialogueSettings({}, 4096))
+
+    feed.run_together(order, [feed.SimulatedEngine(4, turns, trace, order, number) for number in range(3)], run)
+    assert [start for _, start in taken] == list(range(0, 400, 8))
+    assert [clock for clock, _ in taken] == sorted(clock for clock, _ in taken)
+    assert trace.finished == sorted(trace.finished) and len(trace.finished) == 400
 
 
 def test_rows_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lilicorr.generator import (
     Generator,
     TransformersGenerator,
     regenerate_conversations,
+    regenerate_groups,
 )
 from lilicorr.prompts import Conversation
 from lilicorr.target import Target, load_target
@@ -213,14 +215,48 @@ def test_a_target_that_cannot_stop_is_refused(
         make(target, batch_size=1)
 
 
-def test_broken_weights_end_a_regeneration() -> None:
+@ENGINES
+def test_broken_weights_end_a_regeneration(make: Callable[..., Generator]) -> None:
     target = make_target(vocab=264)
-    generator = engine_generator(target, batch_size=2)
+    generator = make(target, batch_size=2)
     target.lm_head[5] = float("nan")
     generator.submit(3, [65, 66], 4)
-    with pytest.raises(RuntimeError, match="request 3: .* NaN at position 2"):
+    with pytest.raises(RuntimeError, match="NaN at position 2"):
         generator.poll()
     assert generator.poll() == []
+
+
+def test_shards_are_finished_while_the_feed_goes_on_and_batches_are_of_near_lengths(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every shard has prompts of all lengths. The forward pass is left out, an answer is the prompt's hash."""
+    num_shards, size, batches, begun, finished = 12, 32, [], [], []
+
+    def decode(_: TransformersGenerator, batch: list) -> list[tuple[int, Completion]]:
+        batches.append([len(request.prompt_ids) for request in batch])
+        return [(r.key, hashed_answer(r.prompt_ids, r.max_new_tokens)) for r in batch]
+
+    def groups() -> Iterator[tuple[int, list[Conversation]]]:
+        for number in range(num_shards):
+            begun.append(number)
+            assert len(begun) - len(finished) <= 3
+            yield number, asked[number * size : (number + 1) * size]
+
+    monkeypatch.setattr(TransformersGenerator, "_decode", decode)
+    draw = random.Random(0)
+    asked = [conversation(*[f"{i} " + "x" * draw.randrange(200)] * (1 + i % 2)) for i in range(num_shards * size)]
+    generator = TransformersGenerator(target, batch_size=4)
+    for number, results in regenerate_groups(groups(), byte_tokenizer(), generator, OFF):
+        finished.append(number)
+        for turn in (turn for result in results for turn in result.turns):
+            assert turn.completion_ids == hashed_answer(turn.prompt_ids, 40).token_ids
+    assert sorted(finished) == list(range(num_shards))
+    lengths = [length for batch in batches for length in batch]
+    assert len(lengths) == num_shards * size * 3 // 2
+    assert sum(max(batch) * len(batch) for batch in batches) < 1.25 * sum(lengths)
+    draw.shuffle(lengths)
+    mixed = [lengths[start : start + 4] for start in range(0, len(lengths), 4)]
+    assert sum(4 * max(batch) for batch in mixed) > 1.4 * sum(lengths)  # what any four prompts would cost
 
 
 @ENGINES

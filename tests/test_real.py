@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benches import pack, plots, real
+from fake_shards import turn, write_regeneration
 from lilicorr import wheels
+from lilicorr.config import PipelineConfig
 from lilicorr.provenance import write_atomic
+from pipelines import train
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -132,3 +136,13 @@ def test_parts_that_are_not_whole_are_refused(packed: list[Path], tmp_path: Path
 def test_what_reads_the_weights_travels_too() -> None:
     names = {path.name for path in pack.reader_files()}
     assert {"__init__.py", "gguf_reader.py", "quants.py", "constants.py"} <= names
+
+
+def test_the_pipeline_knows_the_training_set_again(tmp_path: Path) -> None:
+    config = PipelineConfig(profile="p", run_dir=str(tmp_path))
+    turns = [turn(f"{number:032x}", 0, [1, 2], [3, 4, 5]) for number in range(4)]
+    write_regeneration(config.directory / "regenerate", turns, shard_size=2)
+    (row,) = real.laid_out(SimpleNamespace(config=config))
+    meta = config.directory / "train" / train.TRAINING_SET / "meta.json"
+    stamp = meta.stat().st_mtime_ns
+    assert len(train.ensure_training_set(config)) == row["rows"] == 4 and meta.stat().st_mtime_ns == stamp

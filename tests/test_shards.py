@@ -20,6 +20,7 @@ from lilicorr.prompts import Conversation, write_conversations
 from lilicorr.tiny import byte_tokenizer
 from pipelines import shards
 from pipelines import tally as tally_module
+from pipelines.regenerate import Progress
 from pipelines.shards import Plan, Run
 from pipelines.tally import Tally, describe, percentile
 
@@ -175,7 +176,7 @@ def test_killed_at_any_point_and_run_again(
     assert not list(tmp_path.glob("**/.tmp-*"))
     assert 0 < make(plan, run, prompts) <= left
     assert content(tmp_path) == reference
-    Tally(tmp_path, plan).summary()
+    Tally(tmp_path, plan).complete()
 
 
 def test_every_interleaving_of_two_workers_ends_done_or_not_done(tmp_path: Path, reference: dict[str, Any]) -> None:
@@ -323,7 +324,10 @@ def test_an_accounting_that_does_not_add_up_fails(tmp_path: Path) -> None:
     path.write_text(json.dumps({**manifest, "ok": manifest["ok"] - 1}))
     assert not shards.is_done(run, plan.shards[0])
     with pytest.raises(AssertionError, match="22 of 23 conversations accounted for"):
-        Tally(tmp_path, plan).summary()
+        Tally(tmp_path, plan).complete()
+    with Progress(run, plan):  # nothing is wrong yet: the shard is made again
+        make(plan, run, prompts)
+    assert Tally(tmp_path, plan).complete()["shards_done"] == 5
     path.unlink()
     assert Tally(tmp_path, plan).summary()["shards_done"] == 4
     assert "(more shards are open)" in "\n".join(describe(Tally(tmp_path, plan).summary()))

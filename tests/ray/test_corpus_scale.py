@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,6 +17,7 @@ from lilicorr.config import PipelineConfig
 from lilicorr.rows import corpus_files, iter_rows
 from lilicorr.tiny import byte_tokenizer
 from pipelines import regenerate
+from pipelines.shard_queue import ShardQueue
 
 CARD_BYTES = {"stem": 2275, "chat": 9513, "math": 2119, "code": 5602}  # mean of a row, of the data set's card
 ROWS = 400
@@ -66,9 +68,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
 
     def in_process(work: regenerate.Work) -> None:
         work.attempts.mkdir(parents=True)
-        actor = regenerate.GeneratorActor(work)
-        for shard in work.shards:
-            actor.make(shard)
+        regenerate.GeneratorActor(work, ShardQueue(len(work.shards))).work_off(0)
 
     monkeypatch.setattr(regenerate, "run_on_ray", in_process)
     make_corpus(tmp_path / "corpus", ROWS)
@@ -98,6 +98,23 @@ def test_every_row_has_one_place_and_a_second_one_or_none_is_an_error(finished: 
         corpus_scale.account(finished, ROWS)
     shards[1].write_bytes(data)
     assert corpus_scale.account(finished, ROWS) == found
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_an_error_leaves_is_removed_unless_it_is_to_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    def fail(folder: Path, *_: Any) -> None:
+        (folder / "corpus").mkdir()
+        raise RuntimeError("the driver ended")
+
+    folder, output = tmp_path / "run", tmp_path / "result.json"
+    arguments = ["--folder", str(folder), "--output", str(output), *(["--keep"] if keep else [])]
+    monkeypatch.setattr(corpus_scale, "bench", fail)
+    monkeypatch.setattr(sys, "argv", ["corpus_scale", *arguments])
+    with pytest.raises(RuntimeError, match="the driver ended"):
+        corpus_scale.main()
+    assert (folder / "corpus").is_dir() == keep and not output.exists()
 
 
 @pytest.mark.ray
