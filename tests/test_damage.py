@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lilicorr.checkpoint import load_draft_model, write_checkpoint
+from lilicorr.checkpoint import captured_layers, load_draft_model, write_checkpoint
 from lilicorr.checkpoint.format import NATIVE, SPECULATORS
 from lilicorr.target import Target
 from test_checkpoint import edit_config, edit_tensors, with_value, without
@@ -108,6 +108,8 @@ LILICORR = [
     (nested("target_layer_ids", [1, 6]), r"target_layer_ids \[6\] are past the target's 6 layers"),
     (nested("target_layer_ids", [3, 1]), "target_layer_ids must be ascending"),
     (nested("target_layer_ids", [1, "3"]), "target_layer_ids must be integers"),
+    (nested("target_layer_ids", [True, 3]), "target_layer_ids must be integers"),
+    (nested("target_layer_ids", []), "target_layer_ids must be ascending"),
     (nested("target_layer_ids", [1, 2, 3]), r"fc.weight has shape \[32, 64\], must be \[32, 96\]"),
     (field("hidden_size", 64), "hidden_size is 64, the target's is 32"),
     (field("vocab_size", 68), "vocab_size is 68, the target's embedding has 67"),
@@ -200,6 +202,7 @@ OTHERS = [
     (SPECULATORS, "argmax", field("sample_from_anchor"), "field sample_from_anchor is missing"),
     (SPECULATORS, "argmax", field("aux_hidden_state_layer_ids", [2, 7]), r"\[6\] are past the target's 6 layers"),
     (SPECULATORS, "argmax", field("aux_hidden_state_layer_ids", [0, 2]), "target_layer_ids must be ascending.*-1"),
+    (SPECULATORS, "argmax", field("aux_hidden_state_layer_ids", ["2", 4]), "aux_hidden_state_layer_ids must be int"),
     (SPECULATORS, "argmax", field("draft_vocab_size", 5), "a draft vocabulary of 5 needs t2d and d2t .* found neither"),
     (SPECULATORS, "argmax", field("norm_before_residual", True), "field norm_before_residual is unknown"),
     (
@@ -239,3 +242,20 @@ def test_maps_of_a_draft_vocabulary_must_agree(target: Target, tmp_path: Path) -
     edit_tensors(tmp_path / "final", lambda t: t.pop("t2d"))
     with pytest.raises(ValueError, match="needs t2d and d2t or none of them, found d2t"):
         load_draft_model(tmp_path / "final", target)
+
+
+def test_the_captured_layers_of_a_damaged_folder_are_refused_by_name(target: Target, tmp_path: Path) -> None:
+    """They are read before there is a target, so by another way than the rest."""
+    for form, damage, message in (
+        (NATIVE, nested("target_layer_ids"), "field target_layer_ids is missing"),
+        (NATIVE, nested("target_layer_ids", "1"), "field target_layer_ids must be list, got '1'"),
+        (NATIVE, nested("target_layer_ids", [3, 1]), "target_layer_ids must be ascending"),
+        (SPECULATORS, field("aux_hidden_state_layer_ids"), "field aux_hidden_state_layer_ids is missing"),
+        (NATIVE, lambda folder: (folder / "config.json").unlink(), "is not a draft model: config.json is missing"),
+    ):
+        folder = tmp_path / message[:30]
+        write_checkpoint(folder, make(target, form, "argmax"), form)
+        damage(folder)
+        with pytest.raises(ValueError, match=message) as error:
+            captured_layers(folder)
+        assert str(folder) in str(error.value)

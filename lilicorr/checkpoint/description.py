@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from transformers import Qwen3Config
@@ -243,7 +244,7 @@ def _shape(config: Fields) -> DrafterShape:
         num_kv_heads=config.get("num_key_value_heads"),
         head_dim=config.get("head_dim"),
         intermediate_size=config.get("intermediate_size"),
-        num_captured_layers=len(config.get("target_layer_ids", list)),
+        num_captured_layers=len(layer_ids_of(config)),
         vocab_size=config.get("vocab_size"),
         num_target_layers=config.get("num_target_layers"),
         rms_norm_eps=float(config.get("rms_norm_eps", float)),
@@ -253,11 +254,17 @@ def _shape(config: Fields) -> DrafterShape:
     )
 
 
+def layer_ids_of(config: Fields) -> tuple[int, ...]:
+    """The target layers that are captured for the drafter, 0-based and ascending; there is at least one."""
+    ids = config.integers("target_layer_ids")
+    if not ids or ids[0] < 0 or any(after <= before for before, after in pairwise(ids)):
+        raise ValueError(f"{config.path}: target_layer_ids must be ascending, distinct and >= 0, got {ids}")
+    return tuple(ids)
+
+
 def _spec(config: Fields, shape: DrafterShape, head: str, speller: str) -> BlockSpec:
     """The block, after checking its ids against the target's sizes."""
-    layer_ids, mask_token_id = config.get("target_layer_ids", list), config.get("mask_token_id")
-    if not all(isinstance(layer_id, int) for layer_id in layer_ids):
-        raise ValueError(f"{config.path}: target_layer_ids must be integers, got {layer_ids}")
+    layer_ids, mask_token_id = layer_ids_of(config), config.get("mask_token_id")
     beyond = [layer_id for layer_id in layer_ids if layer_id >= shape.num_target_layers]
     if beyond:
         raise ValueError(
@@ -271,7 +278,7 @@ def _spec(config: Fields, shape: DrafterShape, head: str, speller: str) -> Block
     num_candidates = _required(config, key, int) if key else DrafterConfig.num_candidates
     try:
         return BlockSpec(
-            config.get("block_size"), num_candidates, mask_token_id, tuple(layer_ids), _layout(config, head, speller)
+            config.get("block_size"), num_candidates, mask_token_id, layer_ids, _layout(config, head, speller)
         )
     except ValueError as error:
         raise ValueError(f"{config.path}: {error}") from error

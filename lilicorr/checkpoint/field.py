@@ -37,6 +37,13 @@ class Fields:
             raise ValueError(f"{self.path}: field {name} must be {kind.__name__}, got {places[0]!r}")
         return places[0]
 
+    def integers(self, name: str) -> list[int]:
+        """A field that is a list of integers."""
+        values = self.get(name, list)
+        if not all(type(value) is int for value in values):
+            raise ValueError(f"{self.path}: {name} must be integers, got {values}")
+        return values
+
     def has(self, name: str) -> bool:
         """Whether the field stands anywhere."""
         return any(place.get(name) is not None for place in (self.block, self.top))

@@ -100,7 +100,7 @@ def decode_config(path: Path, top: dict[str, Any], num_target_layers: int | None
     own = OWN_FIELDS | (set(DSPARK_FIELDS) if kind == "dspark" else set())
     config.refuse_unknown(own | PretrainedConfig().to_dict().keys(), ())
     layer = _layer(Fields(path, top).get("transformer_layer_config", dict), Qwen3Config().to_dict())
-    ids = config.get("aux_hidden_state_layer_ids", list)
+    ids = config.integers("aux_hidden_state_layer_ids")
     block: dict[str, Any] = {
         "block_size": config.get("block_size"),
         "layout": ANCHOR_FIRST if config.get("sample_from_anchor", bool) else IN_PLACE,

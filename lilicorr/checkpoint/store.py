@@ -29,7 +29,14 @@ from torch import Tensor
 
 from lilicorr.checkpoint import speculator
 from lilicorr.checkpoint.card import CARD, model_card
-from lilicorr.checkpoint.description import Description, check_target, describe, describe_model, stored_head
+from lilicorr.checkpoint.description import (
+    Description,
+    check_target,
+    describe,
+    describe_model,
+    layer_ids_of,
+    stored_head,
+)
 from lilicorr.checkpoint.field import Fields, read_json
 from lilicorr.checkpoint.format import (
     NATIVE,
@@ -195,11 +202,7 @@ def read_checkpoint(folder: Path, target: Target | None = None) -> Checkpoint:
 def decode(folder: Path, top: dict[str, Any], tensors: dict[str, Tensor], target: Target | None = None) -> Checkpoint:
     """The checkpoint whose `config.json` and tensors are these, in any format; `folder` has what else there is."""
     path, foreign = folder / WEIGHTS, speculator.TYPE in top
-    if foreign:
-        layers = None if target is None else target.config.num_hidden_layers
-        config = speculator.decode_config(folder / CONFIG, top, layers)
-    else:
-        config = Fields(folder / CONFIG, top)
+    config = _fields(folder, top, None if target is None else target.config.num_hidden_layers)
     if target is not None:
         check_target(config, target)
     description = describe(config)
@@ -218,6 +221,22 @@ def decode(folder: Path, top: dict[str, Any], tensors: dict[str, Tensor], target
     for name, table in tables.items():
         _check_table(path, name, table, description, vocab_ids if foreign else None, target)
     return Checkpoint(description, tensors, tables, vocab_ids, _read_info(folder, top, description))
+
+
+def captured_layers(folder: Path) -> tuple[int, ...]:
+    """The target's layers, 0-based and ascending, that the drafter in a folder of any format reads.
+
+    They have to be captured when the target is loaded, which is before a checkpoint can be held against it. Raises
+    ValueError that names the field for a folder that is no draft model or does not say them.
+    """
+    return layer_ids_of(_fields(Path(folder), read_json(Path(folder) / CONFIG)))
+
+
+def _fields(folder: Path, top: dict[str, Any], num_target_layers: int | None = None) -> Fields:
+    """The fields of `config.json` of any format, in our spelling."""
+    if speculator.TYPE in top:
+        return speculator.decode_config(folder / CONFIG, top, num_target_layers)
+    return Fields(folder / CONFIG, top)
 
 
 def read_info(folder: Path) -> dict[str, Any]:
