@@ -37,7 +37,7 @@ from lilicorr.checkpoint.description import (
     layer_ids_of,
     stored_head,
 )
-from lilicorr.checkpoint.field import Fields, read_json
+from lilicorr.checkpoint.field import Fields, object_at, read_json
 from lilicorr.checkpoint.format import (
     NATIVE,
     SPECULATORS,
@@ -255,9 +255,10 @@ def _read_info(folder: Path, top: dict[str, Any], description: Description) -> d
     if not (folder / INFO).is_file():
         info = {name: top.get(name) for name in ("bos_token_id", "eos_token_id")}
         info |= {"max_anchors": top["num_anchors"]} if top.get("num_anchors") else {}
-        return info | ({"target": speculator.target_name(top)} if speculator.TYPE in top else {})
+        return info | ({"target": speculator.target_name(folder / CONFIG, top)} if speculator.TYPE in top else {})
     info, spec = read_info(folder), description.spec
-    block = info.pop("block", {})
+    block = object_at(folder / INFO, info, "block")
+    info.pop("block", None)
     own = {"block_size": spec.block_size, "layout": spec.layout, "drafted_width": spec.num_slots}
     for name, value in block.items():
         if value != own.get(name):
@@ -274,11 +275,18 @@ def _draft_vocab(folder: Path, description: Description) -> Tensor | None:
     if size is None:
         return None
     try:
-        ids = np.load(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is cut off: {error}") from error
-    if ids.shape != (size,) or np.any(np.diff(ids) <= 0) or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise ValueError(f"{path} must hold {size} ascending ids below {vocab_size}, found {ids.shape}")
+        with path.open("rb") as file:
+            ids = np.lib.format.read_array(file)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged or cut off: {error}") from error
+    if (
+        ids.dtype.kind != "i"
+        or ids.shape != (size,)
+        or np.any(np.diff(ids) <= 0)
+        or ids[0] < 0
+        or ids[-1] >= vocab_size
+    ):
+        raise ValueError(f"{path} must hold {size} ascending ids below {vocab_size}, found {ids.dtype} {ids.shape}")
     return torch.from_numpy(ids.astype(np.int64))
 
 
@@ -287,7 +295,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     paths, index = [folder / WEIGHTS], folder / INDEX
     named: set[str] = set()
     if not paths[0].is_file() and index.is_file():
-        files = read_json(index).get("weight_map") or {}
+        files = object_at(index, read_json(index), "weight_map")
+        if not all(isinstance(name, str) for name in files.values()):
+            raise ValueError(f"{index}: weight_map must hold names of files")
         named, paths = set(files), [folder / Path(name).name for name in sorted(set(files.values()))]
     tensors: dict[str, Tensor] = {}
     for path in paths:
