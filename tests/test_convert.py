@@ -321,6 +321,12 @@ def test_convert_takes_from_the_target_what_the_source_lacks(
     write_checkpoint(tmp_path / "specforge", specforge, "specforge")
     with pytest.raises(SystemExit, match="deepspec holds copies of the target's tables"):
         command("convert", tmp_path / "specforge", tmp_path / "no", "--to", "deepspec")
+    for form, message in (
+        ("gguf", "format must be one of native, .* got 'gguf'"),
+        ("zlab", "no checkpoints of the head"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            command("convert", tmp_path / "specforge", tmp_path / "no", "--to", form, "--target", "some/model")
     command("convert", tmp_path / "specforge", tmp_path / "deepspec", "--to", "deepspec", "--target", "some/model")
     assert_same(read_checkpoint(tmp_path / "deepspec", target), specforge)
     assert torch.equal(load_file(tmp_path / "deepspec" / "model.safetensors")["lm_head.weight"], target.lm_head)

@@ -45,6 +45,7 @@ from lilicorr.checkpoint.format import (
     encode_config,
     own_name,
     problem,
+    spelled_as,
     their_names,
     with_tables,
 )
@@ -106,13 +107,15 @@ def save_draft_model(
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, form: str = NATIVE) -> None:
     """Write a checkpoint folder in the format `form`, whole or not at all; errors as of `encode`."""
     config, tensors = encode(checkpoint, form)
-    spec = checkpoint.description.spec
+    description, info = checkpoint.description, checkpoint.info
+    readers = spelled_as(config, set(tensors), checkpoint.tensors, description, info)
+    spec = description.spec
     block = {"block_size": spec.block_size, "layout": spec.layout, "drafted_width": spec.num_slots}
     with new_folder(Path(folder)) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
         _write(aside / CONFIG, config)
-        _write(aside / INFO, checkpoint.info | {"block": block})
-        (aside / CARD).write_text(model_card(checkpoint.description, checkpoint.info), encoding="utf-8")
+        _write(aside / INFO, info | {"block": block})
+        (aside / CARD).write_text(model_card(description, info, readers), encoding="utf-8")
         if checkpoint.vocab_ids is not None and form == NATIVE:
             np.save(aside / DRAFT_VOCAB, checkpoint.vocab_ids.numpy())
 
