@@ -24,7 +24,6 @@ Place in the flow: `decode.jsonl` has one row per measurement with provenance; d
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -38,7 +37,7 @@ import torch
 from benches.geometry import SIZES, TOY, ModelSize, here, random_draft_model, random_target
 from benches.timing import RowFile, device_name
 from lilicorr.chat import render_prompt
-from lilicorr.checkpoint import load_draft_model
+from lilicorr.checkpoint import captured_layers, load_draft_model
 from lilicorr.config import EngineConfig, PipelineConfig, load_profile
 from lilicorr.decode import SamplingParams
 from lilicorr.draft_model import DraftModel
@@ -47,10 +46,10 @@ from lilicorr.engine.pages import num_pages_for
 from lilicorr.evaluate import AUTOREGRESSIVE, EXACT_DTYPES
 from lilicorr.heads import HEADS
 from lilicorr.prompts import read_conversations
-from lilicorr.target import Target, default_layer_ids, load_target
+from lilicorr.target import Target, load_target
 
 PROFILES = Path(__file__).resolve().parents[1] / "pipelines" / "profiles"
-TRANSFORMERS = "transformers"
+TRANSFORMERS, FINAL = "transformers", "final"  # the latter is what training calls the folder of its result
 CONCURRENCIES, DRY_CONCURRENCIES = (1, 2, 4, 8, 16, 32), (1, 2)
 GEOMETRY_CONCURRENCIES, GEOMETRY_HEADS, GEOMETRY_ROUNDS = (1, 8, 32), ("argmax", "lilicorr"), 2
 GEOMETRY_PROMPT, GEOMETRY_NEW = 256, 48  # tokens
@@ -85,25 +84,50 @@ class Run:
 
 
 def load_setup(arguments: argparse.Namespace) -> Setup:
-    """Target, draft models and prompts of a profile; raises ValueError where it has not been trained."""
+    """Target, draft models and prompts of a profile.
+
+    Raises ValueError where it has not been prepared or trained, and for draft models that cannot be measured together.
+    """
     config = load_profile(arguments.profile, PROFILES, [f"run_dir={arguments.run_dir}"])
-    config_json = json.loads((config.directory / "prepare" / "target.json").read_text(encoding="utf-8"))
-    drafter = config.train.drafter
-    layer_ids = default_layer_ids(config_json["num_layers"], drafter.num_captured_layers or drafter.num_layers)
-    target = load_target(config.target, "cuda" if torch.cuda.is_available() else "cpu", layer_ids)
-    folders = {path.name: path for path in arguments.checkpoint} or trained(config)
+    prepared = config.directory / "prepare" / "held_out.parquet"
+    if not prepared.is_file():
+        raise ValueError(f"not prepared: {prepared} is missing; run pipelines/full.py with this profile and --run-dir")
+    folders = named(arguments.checkpoint) or trained(config)
+    target = load_target(config.target, here()[0], captured_by(folders))
     draft_models = {name: load_draft_model(folder, target) for name, folder in folders.items()}
-    conversations = read_conversations(config.directory / "prepare" / "held_out.parquet")[: arguments.prompts]
+    conversations = read_conversations(prepared)[: arguments.prompts]
     template = config.target.template_kwargs
     prompts = [render_prompt(target.tokenizer, first_turn(c.messages), template) for c in conversations]
     params = SamplingParams(arguments.max_new_tokens, stop_ids=target.eos_ids)
     return Setup(target, draft_models, prompts, params, CONCURRENCIES, arguments.rounds)
 
 
+def named(folders: list[Path]) -> dict[str, Path]:
+    """Checkpoint folders by name, a trained run's by that of the run; raises ValueError where two have the same."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        path = folder.resolve()
+        name = path.parent.name if path.name == FINAL else path.name
+        if name in found or name in (TRANSFORMERS, AUTOREGRESSIVE):
+            other = f"{found[name]} has it" if name in found else "a system of this bench has it"
+            raise ValueError(f"--checkpoint {folder} would be measured as {name!r}, but {other}: copy or rename it")
+        found[name] = folder
+    return found
+
+
+def captured_by(folders: dict[str, Path]) -> tuple[int, ...]:
+    """The target's layers that all these draft models read; raises ValueError where they read different ones."""
+    layers = {name: captured_layers(folder) for name, folder in folders.items()}
+    if len(set(layers.values())) > 1:
+        listed = ", ".join(f"{name} {list(ids)}" for name, ids in layers.items())
+        raise ValueError(f"draft models that read the same layers of the target are measured together, got {listed}")
+    return next(iter(layers.values()))
+
+
 def trained(config: PipelineConfig) -> dict[str, Path]:
     """The checkpoint of every run that some system of the profile decodes as it was trained."""
     runs = sorted({s.run for s in config.evaluate.systems.values() if s.run and not s.head and not s.head_config})
-    folders = {run: config.directory / "train" / run / "final" for run in runs}
+    folders = {run: config.directory / "train" / run / FINAL for run in runs}
     missing = [str(folder) for folder in folders.values() if not folder.is_dir()]
     if missing:
         raise ValueError(f"not trained: {', '.join(missing)}; run pipelines/full.py, or name a --checkpoint")
@@ -315,8 +339,22 @@ def add_sources(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="a .jsonl file that the rows are appended to")
 
 
-def choose_setup(arguments: argparse.Namespace) -> tuple[Setup, dict[str, Any]]:
-    """What `add_sources` asks for, and the fields of a row that say which it is."""
+def choose_setup(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Setup, dict[str, Any]]:
+    """The options, what the ones of `add_sources` ask for, and the fields of a row that say which it is.
+
+    What was asked for and cannot be measured ends the process with one line.
+    """
+    arguments = parser.parse_args()
+    if arguments.geometry and not arguments.dry and not torch.cuda.is_available():
+        parser.error("no GPU here: models of a real size are timed on one; --dry decodes with a toy size anywhere")
+    try:
+        return arguments, *_setup_of(arguments)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _setup_of(arguments: argparse.Namespace) -> tuple[Setup, dict[str, Any]]:
+    """The setup of the options and the fields of its rows."""
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     if arguments.geometry:
@@ -336,8 +374,7 @@ def row_file(arguments: argparse.Namespace) -> RowFile:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_sources(parser)
-    arguments = parser.parse_args()
-    setup, where = choose_setup(arguments)
+    arguments, setup, where = choose_setup(parser)
     file = row_file(arguments)
     rows = measure(setup)
     if setup.target.device.type == "cpu" and not setup.one_wave:

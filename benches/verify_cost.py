@@ -111,8 +111,7 @@ def bench(setup: Setup, concurrencies: tuple[int, ...], context: int, where: Row
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     decode.add_sources(parser)
-    arguments = parser.parse_args()
-    setup, where = decode.choose_setup(arguments)
+    arguments, setup, where = decode.choose_setup(parser)
     concurrencies, context = CONCURRENCIES, CONTEXT if torch.cuda.is_available() else CPU_CONTEXT
     if arguments.dry:
         concurrencies, context = DRY_CONCURRENCIES, DRY_CONTEXT

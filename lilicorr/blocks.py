@@ -65,14 +65,18 @@ class BlockSpec:
             raise ValueError(f"num_candidates must be at least 1, got {self.num_candidates}")
         if self.mask_token_id < 0:
             raise ValueError(f"mask_token_id must not be negative, got {self.mask_token_id}")
-        ids = self.target_layer_ids
-        if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0:
-            raise ValueError(f"target_layer_ids must be ascending, distinct and >= 0, got {ids}")
+        check_layer_ids(self.target_layer_ids)
 
     @property
     def num_slots(self) -> int:
         """Drafted tokens per block, the drafted width."""
         return self.block_size - (self.layout == IN_PLACE)
+
+
+def check_layer_ids(ids: tuple[int, ...]) -> None:
+    """Raise ValueError for captured layers that are none, or not in the order in which they are captured."""
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0:
+        raise ValueError(f"target_layer_ids must be ascending, distinct and >= 0, got {ids}")
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,44 @@ def test_decode_of_random_weights(run) -> None:
         assert 0 < row["blocks_per_s"]["low"] <= row["blocks_per_s"]["high"] <= row["tokens_per_s"]["high"]
 
 
+def test_checkpoints_are_named_by_their_run_and_read_their_own_layers(tmp_path: Path, monkeypatch) -> None:
+    folders = [tmp_path / "train" / run / "final" for run in ("dflash", "lilicorr")] + [tmp_path / "published"]
+    assert decode.named(folders) == dict(zip(("dflash", "lilicorr", "published"), folders))
+    for other, name in ((tmp_path / "elsewhere" / "dflash" / "final", "dflash"), (tmp_path / "transformers",) * 2):
+        with pytest.raises(ValueError, match=f"{other} would be measured as '{Path(name).name}'"):
+            decode.named([*folders, other])
+    layers = {tmp_path / "a": (1, 3), tmp_path / "b": (1, 3), tmp_path / "c": (1, 4)}
+    monkeypatch.setattr(decode, "captured_layers", layers.__getitem__)
+    assert decode.captured_by({"a": tmp_path / "a", "b": tmp_path / "b"}) == (1, 3)
+    with pytest.raises(ValueError, match=r"the same layers of the target .* got a \[1, 3\], c \[1, 4\]"):
+        decode.captured_by({"a": tmp_path / "a", "c": tmp_path / "c"})
+
+
+@pytest.mark.parametrize("bench", [decode, verify_cost])
+def test_what_cannot_be_measured_ends_in_one_line(bench, tmp_path: Path, monkeypatch, capsys) -> None:
+    def refused(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+        with pytest.raises(SystemExit):
+            bench.main()
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no GPU here" in refused("--geometry", "8b")
+    where = ("--profile", "tiny", "--run-dir", str(tmp_path))
+    assert f"error: not prepared: {tmp_path / 'tiny' / 'prepare' / 'held_out.parquet'} is missing" in refused(*where)
+    (tmp_path / "tiny" / "prepare").mkdir(parents=True)
+    (tmp_path / "tiny" / "prepare" / "held_out.parquet").touch()
+    assert "error: not trained: " in refused(*where)
+    assert "is not a draft model: config.json is missing" in refused(*where, "--checkpoint", str(tmp_path / "none"))
+
+    def load_target(_config: Any, _device: str, layer_ids: tuple[int, ...]) -> None:
+        raise ValueError(f"captures {layer_ids}")
+
+    monkeypatch.setattr(decode, "captured_layers", lambda _: (2, 5))
+    monkeypatch.setattr(decode, "load_target", load_target)
+    assert "error: captures (2, 5)" in refused(*where, "--checkpoint", str(tmp_path / "none"))
+
+
 def test_verify_cost_has_a_time_for_every_width_and_compares(run, monkeypatch, capsys) -> None:
     monkeypatch.setattr(verify_cost, "ROUNDS", 1)
     monkeypatch.setattr(decode, "HEADS", {"lilicorr": HEADS["lilicorr"]})

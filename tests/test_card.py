@@ -48,7 +48,7 @@ def target(target_factory: Callable[..., Target]) -> Target:
 
 def card_of(target: Target, form: str, head: str, info: dict[str, Any]) -> str:
     checkpoint = make(target, form, head)
-    return model_card(checkpoint.description, info)
+    return model_card(checkpoint.description, info, [form] if form != NATIVE else ["sglang", "vllm"])
 
 
 def test_the_card_says_what_it_is_for_whom_and_how_to_serve_it(target: Target) -> None:
@@ -75,6 +75,7 @@ def test_the_card_says_what_it_is_for_whom_and_how_to_serve_it(target: Target) -
     assert f"vllm serve Qwen/Qwen3-8B --speculative-config '{settings}'" in card
     assert "--speculative-algorithm DFLASH --speculative-num-draft-tokens 5" in card
     assert "serve run serve_app.app:build_app checkpoint=CHECKPOINT target=Qwen/Qwen3-8B" in card
+    assert "CONVERTED" not in card and card.count("the name of this folder on a hub") == 2
     assert "Acceptance length" not in card
 
 
@@ -89,6 +90,67 @@ def test_what_is_unknown_is_left_out_and_what_no_server_reads_is_said(target: Ta
     assert '"method": "dspark"' in dspark and "--speculative-algorithm DSPARK" in dspark
     thinking = card_of(target, NATIVE, "dspark", INFO | {"template_kwargs": {"enable_thinking": True}})
     assert "| reasoning | on: trained on answers with reasoning" in thinking
+
+
+@pytest.mark.parametrize(
+    ("form", "head", "converted"),
+    [
+        (NATIVE, "lilicorr", []),
+        ("vllm", "lilicorr", []),
+        ("modelopt", "lilicorr", ["vllm", "sglang"]),
+        ("zlab", "argmax", ["vllm", "sglang"]),
+        (NATIVE, "dspark", []),
+        ("specforge_old", "dspark", ["vllm --target Qwen/Qwen3-8B", "sglang --target Qwen/Qwen3-8B"]),
+        ("specforge_old", "domino", ["sglang"]),
+        (SPECULATORS, "argmax", ["vllm", "sglang"]),
+    ],
+)
+def test_the_card_gives_commands_that_take_its_folder(
+    target: Target, tmp_path: Path, form: str, head: str, converted: list[str]
+) -> None:
+    """A server that does not read the folder as it stands is started with a copy in its own spelling."""
+    write_checkpoint(tmp_path / "final", replace(make(target, form, head), info=INFO), form)
+    lines = (tmp_path / "final" / "README.md").read_text().splitlines()
+    wanted = [f"    python -m lilicorr.checkpoint convert CHECKPOINT CONVERTED --to {name}" for name in converted]
+    assert [line for line in lines if "checkpoint convert" in line] == wanted
+    commands = [line for line in lines if "vllm serve" in line or "sglang.launch_server" in line]
+    assert len(commands) == (1 if head == "domino" else 2)
+    for command_line in commands:
+        assert ("CONVERTED" in command_line) == bool(converted) != ("CHECKPOINT" in command_line)
+    assert "CHECKPOINT stands for this folder's absolute path." in lines
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "results.json is missing"),
+        ("{}", "results.json holds no evaluation: field systems is missing"),
+        ('{"systems": [1]}', "field systems must be an object"),
+        ('{"systems": {"lilicorr": {"aime": {}}}}', "field tau of lilicorr on aime is missing"),
+        ("{", "results.json is not JSON"),
+    ],
+)
+def test_results_that_are_none_become_one_line(
+    target: Target, tmp_path: Path, content: str | None, message: str
+) -> None:
+    write_checkpoint(tmp_path / "own", replace(make(target, NATIVE, "lilicorr"), info=INFO))
+    if content is not None:
+        (tmp_path / "results.json").write_text(content)
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        command("convert", tmp_path / "own", tmp_path / "no", "--to", "vllm", "--results", tmp_path / "results.json")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_target_that_is_none_and_a_push_without_a_login_become_one_line(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "own", make(target, NATIVE, "lilicorr"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match="error: .*empty"):
+        command("inspect", tmp_path / "own", "--target", tmp_path / "empty")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(SystemExit, match="error: no login on the model hub"):
+        command("push", tmp_path / "own", "me/draft")
 
 
 def test_convert_puts_an_evaluation_into_the_card(target: Target, tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lilicorr.blocks import ANCHOR_FIRST, IN_PLACE, BlockSpec
-from lilicorr.checkpoint import Checkpoint, checkpoint_tensors, load_draft_model, read_checkpoint, write_checkpoint
+from lilicorr.checkpoint import (
+    Checkpoint,
+    captured_layers,
+    checkpoint_tensors,
+    load_draft_model,
+    read_checkpoint,
+    write_checkpoint,
+)
 from lilicorr.checkpoint.__main__ import inspect, main
 from lilicorr.checkpoint.description import describe_model
 from lilicorr.checkpoint.format import FORMATS, NATIVE, SPECULATORS, TABLES, formats_of, with_tables
@@ -24,6 +31,7 @@ from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.drafter import DrafterShape, block_spec, drafter_shape
 from lilicorr.heads import HEADS
 from lilicorr.target import Target
+from test_checkpoint import edit_config
 from test_heads import SMALL
 
 DRAFTER = DrafterConfig(num_layers=2, block_size=5, num_candidates=4)
@@ -94,6 +102,8 @@ def test_what_is_written_comes_back(target: Target, tmp_path: Path, form: str, h
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
     (tmp_path / "one" / "lilicorr.json").unlink()  # as other projects leave it
     assert_same(read_checkpoint(tmp_path / "one", target), written)
+    edit_config(tmp_path / "one", lambda c: c.pop("num_target_layers"))  # nor do all of them say this
+    assert captured_layers(tmp_path / "one") == written.description.spec.target_layer_ids == (1, 3)
 
 
 @pytest.mark.parametrize(("form", "head"), CASES)
@@ -311,6 +321,12 @@ def test_convert_takes_from_the_target_what_the_source_lacks(
     write_checkpoint(tmp_path / "specforge", specforge, "specforge")
     with pytest.raises(SystemExit, match="deepspec holds copies of the target's tables"):
         command("convert", tmp_path / "specforge", tmp_path / "no", "--to", "deepspec")
+    for form, message in (
+        ("gguf", "format must be one of native, .* got 'gguf'"),
+        ("zlab", "no checkpoints of the head"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            command("convert", tmp_path / "specforge", tmp_path / "no", "--to", form, "--target", "some/model")
     command("convert", tmp_path / "specforge", tmp_path / "deepspec", "--to", "deepspec", "--target", "some/model")
     assert_same(read_checkpoint(tmp_path / "deepspec", target), specforge)
     assert torch.equal(load_file(tmp_path / "deepspec" / "model.safetensors")["lm_head.weight"], target.lm_head)

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from lilicorr.checkpoint import load_draft_model, write_checkpoint
+from lilicorr.checkpoint import captured_layers, load_draft_model, read_checkpoint, write_checkpoint
 from lilicorr.checkpoint.format import NATIVE, SPECULATORS
 from lilicorr.target import Target
 from test_checkpoint import edit_config, edit_tensors, with_value, without
@@ -73,6 +74,16 @@ def everywhere(name: str, value: Any) -> Damage:
     return config(lambda c: [place.update({name: value}) for place in (c, c["dflash_config"])])
 
 
+def weight_map(value: Any) -> Damage:
+    """An index in place of the weights."""
+
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": value}))
+
+    return damage
+
+
 LILICORR = [
     # fields that are missing
     (field("architectures"), "field architectures is missing"),
@@ -108,6 +119,8 @@ LILICORR = [
     (nested("target_layer_ids", [1, 6]), r"target_layer_ids \[6\] are past the target's 6 layers"),
     (nested("target_layer_ids", [3, 1]), "target_layer_ids must be ascending"),
     (nested("target_layer_ids", [1, "3"]), "target_layer_ids must be integers"),
+    (nested("target_layer_ids", [True, 3]), "target_layer_ids must be integers"),
+    (nested("target_layer_ids", []), "target_layer_ids must be ascending"),
     (nested("target_layer_ids", [1, 2, 3]), r"fc.weight has shape \[32, 64\], must be \[32, 96\]"),
     (field("hidden_size", 64), "hidden_size is 64, the target's is 32"),
     (field("vocab_size", 68), "vocab_size is 68, the target's embedding has 67"),
@@ -118,6 +131,25 @@ LILICORR = [
     (field("intermediate_size", 63), r"layers.0.mlp.\w+.weight has shape"),
     (field("dtype", "bfloat16"), "is float32, config.json says bfloat16"),
     (field("dtype", "int8"), "dtype must be one of float32, bfloat16, float16, got int8"),
+    (config(lambda c: c.update(dflash_config=[1])), r"field dflash_config must be an object, got \[1\]"),
+    (field("rope_scaling", "yarn"), "field rope_scaling must be an object, got 'yarn'"),
+    (field("rope_parameters", 1e4), "field rope_parameters must be an object, got 10000.0"),
+    (field("rope_theta", [1e4]), r"field rope_theta must be a number above 0, got \[10000.0\]"),
+    (field("rope_theta", -1), "field rope_theta must be a number above 0, got -1"),
+    (field("hidden_size", -32), "hidden_size is -32, the target's is 32"),
+    (field("vocab_size", -1), "vocab_size is -1, the target's embedding has 67"),
+    (field("num_key_value_heads", 0), "field num_key_value_heads must be above 0, got 0"),
+    (field("num_key_value_heads", 3), "num_kv_heads must divide num_heads 4, got 3"),
+    (field("head_dim", -8), "field head_dim must be above 0, got -8"),
+    (field("intermediate_size", -64), "field intermediate_size must be above 0, got -64"),
+    (field("rms_norm_eps", 0), "field rms_norm_eps must be above 0, got 0"),
+    (nested("lilicorr_hidden_size", -16), "hidden_size -16 and num_layers 2 of the head must not be negative"),
+    (nested("lilicorr_factor_dim", -1), "factor_dim of the head must be a number above 0, got -1"),
+    (nested("lilicorr_mlp_ratio", -1.0), "mlp_ratio of the head must be a number above 0, got -1.0"),
+    (nested("lilicorr_logit_scale", 0.0), "logit_scale of the head must be a number above 0, got 0.0"),
+    (nested("lilicorr_logit_scale", float("nan")), "logit_scale of the head must be a number above 0, got nan"),
+    (nested("lilicorr_vector_eps", -1e-4), "vector_eps of the head must be a number above 0, got -0.0001"),
+    (nested("draft_vocab_size", 0), "field draft_vocab_size must be above 0, got 0"),
     # fields that ask for what is not here
     (field("rope_scaling", {"type": "yarn"}), "field rope_scaling.factor is missing"),
     (field("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4}), "rope_type = 'linear' is not supported"),
@@ -159,8 +191,28 @@ LILICORR = [
     (two_lines, "model.safetensors is damaged or cut off"),
     (cut("config.json", -9), "config.json is not JSON"),
     (lambda folder: (folder / "config.json").write_text("[]"), "config.json must hold an object, found list"),
+    (lambda folder: (folder / "config.json").write_bytes(b'{"block_size": "\xff"}'), "config.json is not JSON"),
+    (lambda folder: (folder / "lilicorr.json").write_text('{"block": 5}'), "field block must be an object, got 5"),
     (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+    (weight_map(["a"]), "field weight_map must be an object"),
+    (weight_map({"fc.weight": 1}), "weight_map must hold names of files"),
 ]
+
+
+def methods(value: Any) -> Damage:
+    return config(lambda c: c["speculators_config"].update(proposal_methods=value))
+
+
+def nameless(name: str, value: Any) -> Damage:
+    """A field of `speculators_config`, in a folder without the file that says the same."""
+
+    def damage(folder: Path) -> None:
+        (folder / "lilicorr.json").unlink()
+        edit_config(folder, lambda c: c["speculators_config"].update({name: value}))
+
+    return damage
+
+
 # Of other heads and formats: (format, head, damage, message)
 OTHERS = [
     (
@@ -186,6 +238,8 @@ OTHERS = [
     ("deepspec", "dspark", field("markov_head_type", "gru"), "markov_head_type must be one of vanilla, gated, rnn"),
     ("deepspec", "dspark", replaced("lm_head.weight", lambda t: t + 1), "lm_head.weight is not the target's own table"),
     ("deepspec", "dspark", replaced("embed_tokens.weight", lambda t: t[1:]), "embed_tokens.weight has shape"),
+    ("specforge", "dspark", nested("markov_rank", -8), "markov_rank of the head must be a number above 0, got -8"),
+    ("specforge", "domino", nested("gru_hidden_dim", 0), "gru_hidden_dim of the head must be a number above 0, got 0"),
     ("modelopt", "dspark", nested("use_confidence_head", False), "tensors are surplus: confidence_proj.bias"),
     ("modelopt", "lilicorr", nested("lilicorr_enabled", False), "tensors are surplus: lilicorr."),
     (
@@ -200,6 +254,7 @@ OTHERS = [
     (SPECULATORS, "argmax", field("sample_from_anchor"), "field sample_from_anchor is missing"),
     (SPECULATORS, "argmax", field("aux_hidden_state_layer_ids", [2, 7]), r"\[6\] are past the target's 6 layers"),
     (SPECULATORS, "argmax", field("aux_hidden_state_layer_ids", [0, 2]), "target_layer_ids must be ascending.*-1"),
+    (SPECULATORS, "argmax", field("aux_hidden_state_layer_ids", ["2", 4]), "aux_hidden_state_layer_ids must be int"),
     (SPECULATORS, "argmax", field("draft_vocab_size", 5), "a draft vocabulary of 5 needs t2d and d2t .* found neither"),
     (SPECULATORS, "argmax", field("norm_before_residual", True), "field norm_before_residual is unknown"),
     (
@@ -208,6 +263,10 @@ OTHERS = [
         config(lambda c: c["speculators_config"]["proposal_methods"][0].update(speculative_tokens=5)),
         "speculative_tokens of greedy must be at most 4, what a block of 5 drafts, got 5",
     ),
+    (SPECULATORS, "argmax", field("speculators_config", "greedy"), "field speculators_config must be an object"),
+    (SPECULATORS, "argmax", methods(["greedy"]), "proposal_methods must be objects, got .'greedy'"),
+    (SPECULATORS, "argmax", methods([{"speculative_tokens": "4"}]), "must be at most 4, .* got '4'"),
+    (SPECULATORS, "argmax", nameless("verifier", "a/target"), "field verifier must be an object, got 'a/target'"),
     (SPECULATORS, "dspark", field("markov_rank"), "field markov_rank is missing"),
     (
         SPECULATORS,
@@ -239,3 +298,53 @@ def test_maps_of_a_draft_vocabulary_must_agree(target: Target, tmp_path: Path) -
     edit_tensors(tmp_path / "final", lambda t: t.pop("t2d"))
     with pytest.raises(ValueError, match="needs t2d and d2t or none of them, found d2t"):
         load_draft_model(tmp_path / "final", target)
+
+
+def test_the_captured_layers_of_a_damaged_folder_are_refused_by_name(target: Target, tmp_path: Path) -> None:
+    """They are read before there is a target, so by another way than the rest."""
+    for form, damage, message in (
+        (NATIVE, nested("target_layer_ids"), "field target_layer_ids is missing"),
+        (NATIVE, nested("target_layer_ids", "1"), "field target_layer_ids must be list, got '1'"),
+        (NATIVE, nested("target_layer_ids", [3, 1]), "target_layer_ids must be ascending"),
+        (SPECULATORS, field("aux_hidden_state_layer_ids"), "field aux_hidden_state_layer_ids is missing"),
+        (NATIVE, lambda folder: (folder / "config.json").unlink(), "is not a draft model: config.json is missing"),
+    ):
+        folder = tmp_path / message[:30]
+        write_checkpoint(folder, make(target, form, "argmax"), form)
+        damage(folder)
+        with pytest.raises(ValueError, match=message) as error:
+            captured_layers(folder)
+        assert str(folder) in str(error.value)
+
+
+def test_a_size_that_no_tensor_has_is_refused_without_a_target_too(target: Target, tmp_path: Path) -> None:
+    for name in ("hidden_size", "vocab_size", "num_target_layers"):
+        write_checkpoint(tmp_path / name, make(target, NATIVE, "argmax"))
+        edit_config(tmp_path / name, with_value(name, -1))
+        with pytest.raises(ValueError, match=f"{name}/config.json: field {name} must be above 0, got -1"):
+            read_checkpoint(tmp_path / name)
+
+
+def array_file(ids: Any) -> Damage:
+    return lambda folder: np.save(folder / "draft_vocab.npy", np.array(ids))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut("draft_vocab.npy", 0), "draft_vocab.npy is damaged or cut off"),
+        (cut("draft_vocab.npy", -9), "draft_vocab.npy is damaged or cut off"),
+        (array_file([0, 3, 67]), r"draft_vocab.npy must hold 3 ascending ids below 67, found int64 \(3,\)"),
+        (array_file([0, 3]), r"must hold 3 ascending ids below 67, found int64 \(2,\)"),
+        (array_file([0, 3, 3]), "must hold 3 ascending ids below 67"),
+        (array_file([0.5, 3, 4]), "must hold 3 ascending ids below 67, found float64"),
+        (array_file([False, True, True]), "must hold 3 ascending ids below 67, found bool"),
+        (nested("draft_vocab_size", 0), "field draft_vocab_size must be above 0, got 0"),
+    ],
+)
+def test_a_damaged_draft_vocabulary_is_refused(target: Target, tmp_path: Path, damage: Damage, message: str) -> None:
+    write_checkpoint(tmp_path / "final", make(target, NATIVE, "argmax", torch.tensor([0, 3, 65])))
+    damage(tmp_path / "final")
+    with pytest.raises(ValueError, match=message) as error:
+        load_draft_model(tmp_path / "final", target)
+    assert str(tmp_path / "final") in str(error.value)

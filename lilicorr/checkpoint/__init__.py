@@ -2,6 +2,7 @@
 
 from lilicorr.checkpoint.store import (
     Checkpoint,
+    captured_layers,
     checkpoint_tensors,
     load_draft_model,
     read_checkpoint,
@@ -12,6 +13,7 @@ from lilicorr.checkpoint.store import (
 
 __all__ = [
     "Checkpoint",
+    "captured_layers",
     "checkpoint_tensors",
     "load_draft_model",
     "read_checkpoint",

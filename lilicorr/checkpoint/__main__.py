@@ -23,7 +23,7 @@ from typing import Any
 from lilicorr.checkpoint.card import taus_of
 from lilicorr.checkpoint.description import target_of
 from lilicorr.checkpoint.field import read_json
-from lilicorr.checkpoint.format import FORMATS, NATIVE, SPECULATORS, TABLES, spelled_as, with_tables
+from lilicorr.checkpoint.format import FORMATS, NATIVE, SPECULATORS, TABLES, problem, spelled_as, with_tables
 from lilicorr.checkpoint.hub import push_to_hub
 from lilicorr.checkpoint.store import CONFIG, Checkpoint, read_checkpoint, read_tensors, write_checkpoint
 from lilicorr.config import TargetConfig
@@ -72,6 +72,9 @@ def convert(
     if destination.exists():
         raise ValueError(f"{destination} exists: convert writes a folder of its own")
     checkpoint = read_checkpoint(source, target)
+    wrong = problem(form, checkpoint.description)
+    if wrong is not None:
+        raise ValueError(wrong)
     if target is not None:
         checkpoint = _with_target(checkpoint, form, target, name)
     if results is not None:
@@ -117,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; a ValueError becomes its message."""
+    """The command line; what is wrong with its files, its target or the hub becomes one message."""
     options = _parser().parse_args(arguments)
     try:
         if options.command == "push":
@@ -132,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             paths, more = (options.source, options.destination), (options.results, options.system)
             convert(*paths, options.to, target, options.target, *more)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # transformers' and the hub's own errors are OSErrors
         raise SystemExit(f"error: {error}") from error
 
 

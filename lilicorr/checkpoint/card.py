@@ -9,12 +9,14 @@ Paper: section 4.1 (what was trained on what), Table 5 (the form of the table of
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from lilicorr.blocks import ANCHOR_FIRST
 from lilicorr.checkpoint.description import Description, target_of
-from lilicorr.checkpoint.format import problem
+from lilicorr.checkpoint.field import object_at, read_json
+from lilicorr.checkpoint.format import problem, with_tables
 
 CARD = "README.md"
 METHODS = {"argmax": "DFlash", "domino": "Domino", "dspark": "DSpark", "lilicorr": "LiLiCorr"}
@@ -26,8 +28,11 @@ REASONING = {
 }
 
 
-def model_card(description: Description, info: dict[str, Any]) -> str:
-    """The card in Markdown, with the head matter that model hubs read."""
+def model_card(description: Description, info: dict[str, Any], readers: Collection[str]) -> str:
+    """The card in Markdown, with the head matter that model hubs read.
+
+    `readers` are the formats whose readers take the folder as it stands (`format.spelled_as`).
+    """
     method = METHODS.get(description.head, description.head)
     source = target_of(info).get("source")
     title = f"{method} draft model" + (f" for {source}" if source else "")
@@ -43,7 +48,7 @@ def model_card(description: Description, info: dict[str, Any]) -> str:
         parts += ["## Training", _table("figure", "value", training)]
     if info.get("taus"):
         parts += ["## Acceptance length", _taus(info["taus"])]
-    parts += ["## Serving", _serving(description, source or "TARGET", info)]
+    parts += ["## Serving", _serving(description, source or "TARGET", info, readers)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -118,39 +123,64 @@ def _taus(taus: dict[str, Any]) -> str:
     return "\n".join(["Greedy; tokens a verified block adds, the bonus token included.", "", *lines])
 
 
-def _serving(description: Description, source: str, info: dict[str, Any]) -> str:
-    """The commands, for servers that can read this head; a format's name is `convert`'s."""
+def _serving(description: Description, source: str, info: dict[str, Any], readers: Collection[str]) -> str:
+    """The commands, for servers that can read this head; a server that needs another spelling gets a copy in it."""
     width, dspark = description.spec.num_slots, description.head == "dspark"
     kwargs = json.dumps(info.get("template_kwargs") or {})
     here = f"serve run serve_app.app:build_app checkpoint=CHECKPOINT target={source} 'template_kwargs={kwargs}'"
-    settings = {"method": "dspark" if dspark else "dflash", "model": "CHECKPOINT", "num_speculative_tokens": width}
-    vllm = f"vllm serve {source} --speculative-config '{json.dumps(settings)}'"
-    sglang = (
-        f"python -m sglang.launch_server --model-path {source} --speculative-draft-model-path CHECKPOINT "
-        + ("--speculative-algorithm DSPARK" if dspark else "--speculative-algorithm DFLASH")
-        + f" --speculative-num-draft-tokens {width + 1}"
-    )
-    lines = ["CHECKPOINT stands for this folder's absolute path or its name on a hub.", ""]
-    for server, name, command in (
-        ("The library that trained it", None, here),
-        ("vLLM", "vllm", vllm),
-        ("SGLang", "sglang", sglang),
-    ):
-        why = None if name is None else problem(name, description)
-        lines += [f"{server}:", "", f"    {command}", ""] if why is None else [f"Not {server}: {why}.", ""]
+    lines = [
+        "CHECKPOINT stands for this folder's absolute path.",
+        "",
+        "The library that trained it:",
+        "",
+        f"    {here}",
+        "",
+    ]
+    for server, name in (("vLLM", "vllm"), ("SGLang", "sglang")):
+        why = problem(name, description)
+        if why is not None:
+            lines += [f"Not {server}: {why}.", ""]
+        elif name in readers:
+            command = _command(name, source, "CHECKPOINT", width, dspark)
+            lines += [f"{server}, which also takes the name of this folder on a hub:", "", f"    {command}", ""]
+        else:
+            tables = f" --target {source}" if with_tables(name, description.head) else ""
+            convert = f"python -m lilicorr.checkpoint convert CHECKPOINT CONVERTED --to {name}{tables}"
+            command = _command(name, source, "CONVERTED", width, dspark)
+            lines += [f"{server}, which reads a copy in its own spelling, CONVERTED:", ""]
+            lines += [f"    {convert}", f"    {command}", ""]
     return "\n".join(lines).rstrip()
+
+
+def _command(server: str, source: str, checkpoint: str, width: int, dspark: bool) -> str:
+    """What starts a server with this draft model for the target `source`."""
+    method = "dspark" if dspark else "dflash"
+    if server == "vllm":
+        settings = {"method": method, "model": checkpoint, "num_speculative_tokens": width}
+        return f"vllm serve {source} --speculative-config '{json.dumps(settings)}'"
+    return (
+        f"python -m sglang.launch_server --model-path {source} --speculative-draft-model-path {checkpoint} "
+        f"--speculative-algorithm {method.upper()} --speculative-num-draft-tokens {width + 1}"
+    )
 
 
 def taus_of(results: Path, system: str) -> dict[str, Any]:
     """The acceptance lengths of one system from `results.json` of an evaluation, by set.
 
-    Raises ValueError for a system that was not evaluated.
+    Raises ValueError for a file that is not there or no evaluation's, and for a system that was not evaluated.
     """
-    systems = json.loads(results.read_text(encoding="utf-8"))["systems"]
+    if not results.is_file():
+        raise ValueError(f"{results} is missing")
+    systems = object_at(results, read_json(results), "systems")
+    if not systems:
+        raise ValueError(f"{results} holds no evaluation: field systems is missing")
     if system not in systems:
         raise ValueError(f"{results} has the systems {', '.join(systems)}, not {system!r}")
-    return {
-        name: {"tau": values["tau"], "ci95": values.get("tau_ci95"), "speedup": values.get("speedup")}
-        for name, values in systems[system].items()
-        if values["tau"] is not None
-    }
+    taus = {}
+    for name in object_at(results, systems, system):
+        values = object_at(results, systems[system], name)
+        if "tau" not in values:
+            raise ValueError(f"{results}: field tau of {system} on {name} is missing")
+        if values["tau"] is not None:
+            taus[name] = {"tau": values["tau"], "ci95": values.get("tau_ci95"), "speedup": values.get("speedup")}
+    return taus

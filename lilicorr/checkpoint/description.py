@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import Qwen3Config
 
-from lilicorr.blocks import ANCHOR_FIRST, IN_PLACE, LAYOUTS, BlockSpec
+from lilicorr.blocks import ANCHOR_FIRST, IN_PLACE, LAYOUTS, BlockSpec, check_layer_ids
 from lilicorr.checkpoint.field import Fields, read_rope, rope_fields
 from lilicorr.config import DrafterConfig
 from lilicorr.draft_model import DraftModel
@@ -50,6 +50,18 @@ SETTLED: dict[str, tuple[Any, ...]] = {
     "output_multiplier": (1,),
     "final_logit_softcapping": (0,),
     "quantization_config": (),
+}
+# Fields of the drafter's transformer that are counts -> attribute of its shape.
+SHAPE_FIELDS = {
+    "num_target_layers": "num_target_layers",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
 }
 # Fields that change nothing: of training, of loaders, and what is known from elsewhere.
 NOTES = {"num_anchors", "confidence_head_alpha", "auto_map", "torch_dtype", "transformers_version", "model_max_length"}
@@ -104,17 +116,9 @@ def layer_fields(description: Description, info: dict[str, Any]) -> dict[str, An
     return {
         "model_type": "qwen3",
         "dtype": description.dtype,
-        "num_target_layers": shape.num_target_layers,
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate_size,
-        "vocab_size": shape.vocab_size,
+        **{name: getattr(shape, attribute) for name, attribute in SHAPE_FIELDS.items()},
         "hidden_act": "silu",
         "rms_norm_eps": shape.rms_norm_eps,
-        "max_position_embeddings": shape.max_position_embeddings,
         **rope_fields(shape.rope_theta, shape.yarn),
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -157,7 +161,7 @@ def describe(config: Fields) -> Description:
     dtypes = {config.get(name, str) for name in names}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         raise ValueError(f"{config.path}: dtype must be one of {', '.join(DTYPES)}, got {' and '.join(sorted(dtypes))}")
-    size = config.get("draft_vocab_size") if config.has("draft_vocab_size") else None
+    size = config.positive("draft_vocab_size") if config.has("draft_vocab_size") else None
     return Description(head, _head_fields(config, head), shape, spec, dtypes.pop() if dtypes else None, size)
 
 
@@ -236,28 +240,29 @@ def _required(config: Fields, name: str, kind: type) -> Any:
 def _shape(config: Fields) -> DrafterShape:
     """The drafter's shape."""
     theta, yarn = read_rope(config)
-    return DrafterShape(
-        hidden_size=config.get("hidden_size"),
-        num_layers=config.get("num_hidden_layers"),
-        num_heads=config.get("num_attention_heads"),
-        num_kv_heads=config.get("num_key_value_heads"),
-        head_dim=config.get("head_dim"),
-        intermediate_size=config.get("intermediate_size"),
-        num_captured_layers=len(config.get("target_layer_ids", list)),
-        vocab_size=config.get("vocab_size"),
-        num_target_layers=config.get("num_target_layers"),
-        rms_norm_eps=float(config.get("rms_norm_eps", float)),
-        rope_theta=theta,
-        max_position_embeddings=config.get("max_position_embeddings"),
-        yarn=yarn,
-    )
+    sizes = {attribute: config.positive(name) for name, attribute in SHAPE_FIELDS.items()}
+    epsilon = float(config.positive("rms_norm_eps", float))
+    try:
+        return DrafterShape(
+            **sizes, num_captured_layers=len(layer_ids_of(config)), rms_norm_eps=epsilon, rope_theta=theta, yarn=yarn
+        )
+    except ValueError as error:
+        raise ValueError(f"{config.path}: {error}") from error
+
+
+def layer_ids_of(config: Fields) -> tuple[int, ...]:
+    """The target layers that are captured for the drafter, 0-based and ascending; there is at least one."""
+    ids = tuple(config.integers("target_layer_ids"))
+    try:
+        check_layer_ids(ids)
+    except ValueError as error:
+        raise ValueError(f"{config.path}: {error}") from error
+    return ids
 
 
 def _spec(config: Fields, shape: DrafterShape, head: str, speller: str) -> BlockSpec:
     """The block, after checking its ids against the target's sizes."""
-    layer_ids, mask_token_id = config.get("target_layer_ids", list), config.get("mask_token_id")
-    if not all(isinstance(layer_id, int) for layer_id in layer_ids):
-        raise ValueError(f"{config.path}: target_layer_ids must be integers, got {layer_ids}")
+    layer_ids, mask_token_id = layer_ids_of(config), config.get("mask_token_id")
     beyond = [layer_id for layer_id in layer_ids if layer_id >= shape.num_target_layers]
     if beyond:
         raise ValueError(
@@ -271,7 +276,7 @@ def _spec(config: Fields, shape: DrafterShape, head: str, speller: str) -> Block
     num_candidates = _required(config, key, int) if key else DrafterConfig.num_candidates
     try:
         return BlockSpec(
-            config.get("block_size"), num_candidates, mask_token_id, tuple(layer_ids), _layout(config, head, speller)
+            config.get("block_size"), num_candidates, mask_token_id, layer_ids, _layout(config, head, speller)
         )
     except ValueError as error:
         raise ValueError(f"{config.path}: {error}") from error

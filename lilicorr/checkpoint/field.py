@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,37 @@ class Fields:
 
     def __init__(self, path: Path, top: dict[str, Any]) -> None:
         self.path, self.top = path, top
-        self.block: dict[str, Any] = top.get("dflash_config") or {}
+        self.block = self.object("dflash_config")
 
     def get(self, name: str, kind: type = int) -> Any:
         """A field of `dflash_config`, else of the top level."""
         places = [place[name] for place in (self.block, self.top) if place.get(name) is not None]
         if not places:
             raise ValueError(f"{self.path}: field {name} is missing")
-        if any(value != places[0] for value in places):
+        if any(value != places[0] for value in places[1:]):
             raise ValueError(f"{self.path}: field {name} is {places[0]!r} in dflash_config and {places[1]!r} outside")
         allowed = (int, float) if kind is float else kind
         if not isinstance(places[0], allowed) or isinstance(places[0], bool) != (kind is bool):
             raise ValueError(f"{self.path}: field {name} must be {kind.__name__}, got {places[0]!r}")
         return places[0]
+
+    def positive(self, name: str, kind: type = int) -> Any:
+        """A number above 0."""
+        value = self.get(name, kind)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{self.path}: field {name} must be above 0, got {value}")
+        return value
+
+    def object(self, name: str) -> dict[str, Any]:
+        """A field of the top level that holds fields itself, empty where there is none."""
+        return object_at(self.path, self.top, name)
+
+    def integers(self, name: str) -> list[int]:
+        """A field that is a list of integers."""
+        values = self.get(name, list)
+        if not all(type(value) is int for value in values):
+            raise ValueError(f"{self.path}: {name} must be integers, got {values}")
+        return values
 
     def has(self, name: str) -> bool:
         """Whether the field stands anywhere."""
@@ -66,11 +85,19 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.parent} is not a draft model: {path.name} is missing")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold an object, found {type(values).__name__}")
     return values
+
+
+def object_at(path: Path, values: dict[str, Any], name: str) -> dict[str, Any]:
+    """The object that stands under `name` in a JSON file, empty where there is none; everything else is an error."""
+    value = values.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{path}: field {name} must be an object, got {value!r}")
+    return value or {}
 
 
 def rope_fields(theta: float, yarn: YarnConfig | None) -> dict[str, Any]:
@@ -91,10 +118,14 @@ def rope_fields(theta: float, yarn: YarnConfig | None) -> dict[str, Any]:
 
 def read_rope(config: Fields, target_theta: float | None = None) -> tuple[float, YarnConfig | None]:
     """RoPE base and YaRN of either schema; what stands in both must agree, and the base be the target's."""
-    parameters, scaling = config.top.get("rope_parameters") or {}, config.top.get("rope_scaling") or {}
-    bases = {place.get("rope_theta") for place in (parameters, scaling, config.top)} - {None}
-    if not bases:
+    parameters, scaling = config.object("rope_parameters"), config.object("rope_scaling")
+    stated = [place["rope_theta"] for place in (parameters, scaling, config.top) if place.get("rope_theta") is not None]
+    if not stated:
         raise ValueError(f"{config.path}: field rope_theta is missing")
+    for value in stated:
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(f"{config.path}: field rope_theta must be a number above 0, got {value!r}")
+    bases = set(stated)
     if len(bases) > 1 or (target_theta is not None and bases != {target_theta}):
         values = " and ".join(sorted(str(value) for value in bases))
         wanted = "it must be one value" if target_theta is None else f"the target's is {target_theta}"
@@ -102,10 +133,10 @@ def read_rope(config: Fields, target_theta: float | None = None) -> tuple[float,
     yarns = [
         _yarn(config, name, values) for name, values in (("rope_parameters", parameters), ("rope_scaling", scaling))
     ]
-    stated = [yarn for yarn in yarns if yarn is not None]
+    stretched = [yarn for yarn in yarns if yarn is not None]
     if parameters and scaling and yarns[0] != yarns[1]:
         raise ValueError(f"{config.path}: rope_parameters say {yarns[0]}, rope_scaling says {yarns[1]}")
-    return float(bases.pop()), stated[0] if stated else None
+    return float(bases.pop()), stretched[0] if stretched else None
 
 
 def _yarn(config: Fields, name: str, values: dict[str, Any]) -> YarnConfig | None:

@@ -16,14 +16,16 @@ def push_to_hub(folder: Path, repo_id: str, private: bool = False, endpoint: str
     """Upload a checkpoint folder as the model `repo_id`, made if it does not exist; returns the commit's address.
 
     `endpoint` is another hub than the client's own. What does not load here is not published: ValueError as of
-    `read_checkpoint`, and for a folder without a model card.
+    `read_checkpoint`, for a folder without a model card, and where nobody is logged in.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, get_token
 
     folder = Path(folder)
     description = read_checkpoint(folder).description
     if not (folder / CARD).is_file():
         raise ValueError(f"{folder / CARD} is missing: `convert` writes a checkpoint with its model card")
+    if get_token() is None:
+        raise ValueError("no login on the model hub: `hf auth login`, or set HF_TOKEN")
     api = HfApi(endpoint=endpoint)
     api.create_repo(repo_id, private=private, exist_ok=True)
     message = f"{description.head} draft model, drafts {description.spec.num_slots} tokens a block"

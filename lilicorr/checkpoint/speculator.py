@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from lilicorr.blocks import ANCHOR_FIRST, IN_PLACE
 from lilicorr.checkpoint.description import Description, block_fields, layer_fields, target_of
-from lilicorr.checkpoint.field import Fields
+from lilicorr.checkpoint.field import Fields, object_at
 from lilicorr.heads import HEADS
 
 TYPE = "speculators_model_type"  # only such a config.json has it
@@ -100,7 +100,7 @@ def decode_config(path: Path, top: dict[str, Any], num_target_layers: int | None
     own = OWN_FIELDS | (set(DSPARK_FIELDS) if kind == "dspark" else set())
     config.refuse_unknown(own | PretrainedConfig().to_dict().keys(), ())
     layer = _layer(Fields(path, top).get("transformer_layer_config", dict), Qwen3Config().to_dict())
-    ids = config.get("aux_hidden_state_layer_ids", list)
+    ids = config.integers("aux_hidden_state_layer_ids")
     block: dict[str, Any] = {
         "block_size": config.get("block_size"),
         "layout": ANCHOR_FIRST if config.get("sample_from_anchor", bool) else IN_PLACE,
@@ -134,20 +134,23 @@ def _layer(stated: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
 def _check_drafted(config: Fields, block: dict[str, Any]) -> None:
     """Refuse a number of drafted tokens that the blocks do not hold: servers take it from here."""
     slots = block["block_size"] - (block["layout"] == IN_PLACE)
-    methods = (config.top.get("speculators_config") or {}).get("proposal_methods")
+    methods = config.object("speculators_config").get("proposal_methods")
     if not methods:
         raise ValueError(f"{config.path}: field speculators_config.proposal_methods is missing")
+    if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
+        raise ValueError(f"{config.path}: speculators_config.proposal_methods must be objects, got {methods!r}")
     for method in methods:
-        if method.get("speculative_tokens") is None or method["speculative_tokens"] > slots:
+        drafted = method.get("speculative_tokens")
+        if type(drafted) is not int or drafted > slots:
             raise ValueError(
                 f"{config.path}: speculative_tokens of {method.get('proposal_type')} must be at most {slots}, what a "
-                f"block of {block['block_size']} drafts, got {method.get('speculative_tokens')}"
+                f"block of {block['block_size']} drafts, got {drafted!r}"
             )
 
 
-def target_name(top: dict[str, Any]) -> dict[str, Any]:
+def target_name(path: Path, top: dict[str, Any]) -> dict[str, Any]:
     """What the format says of the target, as `info["target"]`."""
-    verifier = (top.get("speculators_config") or {}).get("verifier") or {}
+    verifier = object_at(path, object_at(path, top, "speculators_config"), "verifier")
     return {"source": verifier.get("name_or_path"), "architectures": verifier.get("architectures") or []}
 
 

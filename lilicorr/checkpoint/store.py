@@ -29,8 +29,15 @@ from torch import Tensor
 
 from lilicorr.checkpoint import speculator
 from lilicorr.checkpoint.card import CARD, model_card
-from lilicorr.checkpoint.description import Description, check_target, describe, describe_model, stored_head
-from lilicorr.checkpoint.field import Fields, read_json
+from lilicorr.checkpoint.description import (
+    Description,
+    check_target,
+    describe,
+    describe_model,
+    layer_ids_of,
+    stored_head,
+)
+from lilicorr.checkpoint.field import Fields, object_at, read_json
 from lilicorr.checkpoint.format import (
     NATIVE,
     SPECULATORS,
@@ -38,6 +45,7 @@ from lilicorr.checkpoint.format import (
     encode_config,
     own_name,
     problem,
+    spelled_as,
     their_names,
     with_tables,
 )
@@ -99,13 +107,15 @@ def save_draft_model(
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, form: str = NATIVE) -> None:
     """Write a checkpoint folder in the format `form`, whole or not at all; errors as of `encode`."""
     config, tensors = encode(checkpoint, form)
-    spec = checkpoint.description.spec
+    description, info = checkpoint.description, checkpoint.info
+    readers = spelled_as(config, set(tensors), checkpoint.tensors, description, info)
+    spec = description.spec
     block = {"block_size": spec.block_size, "layout": spec.layout, "drafted_width": spec.num_slots}
     with new_folder(Path(folder)) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
         _write(aside / CONFIG, config)
-        _write(aside / INFO, checkpoint.info | {"block": block})
-        (aside / CARD).write_text(model_card(checkpoint.description, checkpoint.info), encoding="utf-8")
+        _write(aside / INFO, info | {"block": block})
+        (aside / CARD).write_text(model_card(description, info, readers), encoding="utf-8")
         if checkpoint.vocab_ids is not None and form == NATIVE:
             np.save(aside / DRAFT_VOCAB, checkpoint.vocab_ids.numpy())
 
@@ -195,11 +205,7 @@ def read_checkpoint(folder: Path, target: Target | None = None) -> Checkpoint:
 def decode(folder: Path, top: dict[str, Any], tensors: dict[str, Tensor], target: Target | None = None) -> Checkpoint:
     """The checkpoint whose `config.json` and tensors are these, in any format; `folder` has what else there is."""
     path, foreign = folder / WEIGHTS, speculator.TYPE in top
-    if foreign:
-        layers = None if target is None else target.config.num_hidden_layers
-        config = speculator.decode_config(folder / CONFIG, top, layers)
-    else:
-        config = Fields(folder / CONFIG, top)
+    config = _fields(folder, top, None if target is None else target.config.num_hidden_layers)
     if target is not None:
         check_target(config, target)
     description = describe(config)
@@ -220,6 +226,22 @@ def decode(folder: Path, top: dict[str, Any], tensors: dict[str, Tensor], target
     return Checkpoint(description, tensors, tables, vocab_ids, _read_info(folder, top, description))
 
 
+def captured_layers(folder: Path) -> tuple[int, ...]:
+    """The target's layers, 0-based and ascending, that the drafter in a folder of any format reads.
+
+    They have to be captured when the target is loaded, which is before a checkpoint can be held against it. Raises
+    ValueError that names the field for a folder that is no draft model or does not say them.
+    """
+    return layer_ids_of(_fields(Path(folder), read_json(Path(folder) / CONFIG)))
+
+
+def _fields(folder: Path, top: dict[str, Any], num_target_layers: int | None = None) -> Fields:
+    """The fields of `config.json` of any format, in our spelling."""
+    if speculator.TYPE in top:
+        return speculator.decode_config(folder / CONFIG, top, num_target_layers)
+    return Fields(folder / CONFIG, top)
+
+
 def read_info(folder: Path) -> dict[str, Any]:
     """The `target_info` a checkpoint was saved with, and how its blocks are cut."""
     path = Path(folder) / INFO
@@ -236,9 +258,10 @@ def _read_info(folder: Path, top: dict[str, Any], description: Description) -> d
     if not (folder / INFO).is_file():
         info = {name: top.get(name) for name in ("bos_token_id", "eos_token_id")}
         info |= {"max_anchors": top["num_anchors"]} if top.get("num_anchors") else {}
-        return info | ({"target": speculator.target_name(top)} if speculator.TYPE in top else {})
+        return info | ({"target": speculator.target_name(folder / CONFIG, top)} if speculator.TYPE in top else {})
     info, spec = read_info(folder), description.spec
-    block = info.pop("block", {})
+    block = object_at(folder / INFO, info, "block")
+    info.pop("block", None)
     own = {"block_size": spec.block_size, "layout": spec.layout, "drafted_width": spec.num_slots}
     for name, value in block.items():
         if value != own.get(name):
@@ -255,11 +278,18 @@ def _draft_vocab(folder: Path, description: Description) -> Tensor | None:
     if size is None:
         return None
     try:
-        ids = np.load(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is cut off: {error}") from error
-    if ids.shape != (size,) or np.any(np.diff(ids) <= 0) or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise ValueError(f"{path} must hold {size} ascending ids below {vocab_size}, found {ids.shape}")
+        with path.open("rb") as file:
+            ids = np.lib.format.read_array(file)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged or cut off: {error}") from error
+    if (
+        ids.dtype.kind != "i"
+        or ids.shape != (size,)
+        or np.any(np.diff(ids) <= 0)
+        or ids[0] < 0
+        or ids[-1] >= vocab_size
+    ):
+        raise ValueError(f"{path} must hold {size} ascending ids below {vocab_size}, found {ids.dtype} {ids.shape}")
     return torch.from_numpy(ids.astype(np.int64))
 
 
@@ -268,7 +298,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     paths, index = [folder / WEIGHTS], folder / INDEX
     named: set[str] = set()
     if not paths[0].is_file() and index.is_file():
-        files = read_json(index).get("weight_map") or {}
+        files = object_at(index, read_json(index), "weight_map")
+        if not all(isinstance(name, str) for name in files.values()):
+            raise ValueError(f"{index}: weight_map must hold names of files")
         named, paths = set(files), [folder / Path(name).name for name in sorted(set(files.values()))]
     tensors: dict[str, Tensor] = {}
     for path in paths:

@@ -7,6 +7,7 @@ and one line in `HEADS`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -93,6 +94,13 @@ def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
     """Raise ValueError for a config value that is none of the allowed ones."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def check_above_zero(config: Any, *names: str) -> None:
+    """Raise ValueError for numbers of a head's config that are not above 0, or without end."""
+    for name in names:
+        if not 0 < getattr(config, name) < math.inf:
+            raise ValueError(f"{name} of the head must be a number above 0, got {getattr(config, name)}")
 
 
 def label_index(draft: DraftOutput, labels: BlockLabels) -> tuple[Tensor, Tensor]:

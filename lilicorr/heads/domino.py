@@ -29,6 +29,7 @@ from lilicorr.heads.base import (
     DETERMINISTIC,
     Head,
     HeadFormat,
+    check_above_zero,
     check_choice,
     label_index,
     prefix_terms,
@@ -76,6 +77,7 @@ class DominoHead(Head):
     def __init__(self, config: DominoConfig, shape: DrafterShape, spec: BlockSpec) -> None:
         super().__init__(config, shape, spec)
         check_choice("contract", config.contract, CONTRACTS)
+        check_above_zero(config, "gru_hidden_dim", "emb_dim")
         if not 0 <= config.pure_draft_prefix_len <= spec.num_slots:
             raise ValueError(
                 f"pure_draft_prefix_len must be in 0..{spec.num_slots}, got {config.pure_draft_prefix_len}"

@@ -21,6 +21,7 @@ from lilicorr.heads.base import (
     DETERMINISTIC,
     Head,
     HeadFormat,
+    check_above_zero,
     check_choice,
     label_index,
     prefix_terms,
@@ -133,6 +134,7 @@ class DSparkHead(Head):
         super().__init__(config, shape, spec)
         check_choice("markov_head_type", config.markov_head_type, MARKOV_HEADS)
         check_choice("contract", config.contract, CONTRACTS)
+        check_above_zero(config, "markov_rank")
         if not 0 <= config.confidence_threshold <= 1:
             raise ValueError(f"confidence_threshold must be in [0, 1], got {config.confidence_threshold}")
         if config.confidence_threshold and not config.enable_confidence_head:

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal, prefix_length
 from lilicorr.config import LiLiCorrConfig
-from lilicorr.heads.base import CONTRACTS, SAMPLED, Head, HeadFormat, check_choice, label_index, roll_out
+from lilicorr.heads.base import (
+    CONTRACTS,
+    SAMPLED,
+    Head,
+    HeadFormat,
+    check_above_zero,
+    check_choice,
+    label_index,
+    roll_out,
+)
 from lilicorr.kernels.match_walk import match_scores, match_walk
 from lilicorr.kernels.nodes import NodeBuild, NodeWeights, build_nodes, build_nodes_reference
 from lilicorr.lattice import (
@@ -115,6 +124,10 @@ class LiLiCorrHead(Head):
         check_choice("contract", config.contract, CONTRACTS)
         if config.contract == SAMPLED and config.walk != "greedy":
             raise ValueError(f"the sampled contract draws along the greedy walk, got walk {config.walk!r}")
+        check_above_zero(config, "mlp_ratio", "factor_dim", "vector_eps", "logit_scale")
+        if config.hidden_size < 0 or config.num_layers < 0:
+            sizes = f"hidden_size {config.hidden_size} and num_layers {config.num_layers}"
+            raise ValueError(f"{sizes} of the head must not be negative")
         width, outer, slots = config.hidden_size or shape.hidden_size, shape.hidden_size, spec.num_slots
         if config.num_heads < 1 or width % config.num_heads:
             raise ValueError(f"num_heads must divide the head's hidden_size {width}, got {config.num_heads}")

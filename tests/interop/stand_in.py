@@ -2,7 +2,7 @@
 
 The head classes of SGLang and vLLM are plain PyTorch, but their files import layers that want a GPU and a started
 server. `peer` runs such a file as it is, with stand-ins for what it imports: a linear layer is torch's, a norm is
-torch's, and everything else is only there to be named.
+torch's, Triton is Triton, which interprets kernels on a CPU, and everything else is only there to be named.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -61,7 +61,9 @@ NAMED: dict[str, Any] = {
     "support_torch_compile": unchanged,
     "add_prefix": lambda name, prefix: f"{prefix}.{name}",
     "maybe_prefix": lambda prefix, name: f"{prefix}.{name}",
+    "CUDAGraphMode": SimpleNamespace(NONE=None),
 }
+TRITON = {"triton": "triton", "tl": "triton.language"}  # imported when a file asks for them
 
 
 class Imported(ModuleType):
@@ -74,6 +76,8 @@ class Imported(ModuleType):
             raise AttributeError(name)
         if name in NAMED:
             return NAMED[name]
+        if name in TRITON:
+            return importlib.import_module(TRITON[name])
         return type(name, (nn.Module,), {}) if name[0].isupper() else MagicMock(name=name)
 
 
@@ -115,6 +119,20 @@ def peer(package: str, *names: str) -> Iterator[list[ModuleType]]:
         for name in set(sys.modules) - before:
             if name.partition(".")[0] == package:
                 del sys.modules[name]
+
+
+def splat_booleans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter fill a block with one truth value: it makes integers of it, which are no mask."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    splat = interpreter.InterpreterBuilder.create_splat
+
+    def create_splat(builder: Any, shape: Any, value: Any) -> Any:
+        handle = splat(builder, shape, value)
+        if value.data.dtype == bool:
+            handle.data = handle.data.astype(bool)
+        return handle
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_splat", create_splat)
 
 
 def load_head(head: nn.Module, tensors: dict[str, Tensor]) -> None:

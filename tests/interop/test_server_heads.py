@@ -1,4 +1,4 @@
-"""The LiLiCorr head classes of SGLang and vLLM score our exported tensors as we do, and SGLang's walk is ours."""
+"""The LiLiCorr head classes of SGLang and vLLM score our exported tensors as we do, and their walks are ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from peers import Case, toy_case, trained_case
 from safetensors.torch import load_file
-from stand_in import load_head, peer
+from stand_in import load_head, peer, splat_booleans
 
 from lilicorr.blocks import DraftOutput
 from lilicorr.checkpoint import write_checkpoint
@@ -21,6 +21,7 @@ from lilicorr.target import Target
 pytestmark = pytest.mark.slow
 CASES = {
     "random": lambda: toy_case("lilicorr", num_candidates=4),
+    "tiny profile": lambda: trained_case("tiny", "lilicorr"),
     "demo profile": lambda: trained_case("demo", "lilicorr"),
 }
 
@@ -45,13 +46,24 @@ def features_before_the_last(target: Target, ids: torch.Tensor) -> torch.Tensor:
     return target.forward(ids[:, :-1]).features
 
 
-def assert_same_scores(
-    model: DraftModel, draft: DraftOutput, lattice: Lattice, start: torch.Tensor, pair: torch.Tensor
-):
+def assert_same(
+    model: DraftModel,
+    draft: DraftOutput,
+    lattice: Lattice,
+    start: torch.Tensor,
+    pair: torch.Tensor,
+    tokens: torch.Tensor,
+) -> None:
+    """Scores within 1e-5, and the same tokens of the greedy walk [N, S]; prints how far apart the scores are."""
     with torch.no_grad():
         ours = model.head.scores(draft, lattice)
+        walk = model.head.propose(draft).token_ids
+    apart = max((start - ours[0]).abs().max().item(), (pair - ours[1]).abs().max().item())
+    off_top = (walk != lattice.token_ids[..., 0]).sum().item()
+    print(f"\n{len(walk)} blocks: scores within {apart:.1e}; {off_top} of {walk.numel()} tokens not on top")
     torch.testing.assert_close(start, ours[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(pair, ours[1], rtol=0, atol=1e-5)
+    assert torch.equal(tokens, walk)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -80,21 +92,23 @@ def test_sglang(case: str, tmp_path: Path) -> None:
         }
         scores = head.score(**{name: value[:, None] for name, value in views.items()})
         start, pair = head.log_factors(*scores)
-        assert_same_scores(model, draft, lattice, start[:, 0], pair[:, 0])
         rows, slots = lattice.token_ids.shape[:2]
         greedy = {"uniforms": torch.zeros(rows, slots), "temperatures": torch.ones(rows)}
         greedy["greedy_mask"] = torch.ones(rows, dtype=torch.bool)
         tokens, _ = head.select_with_proposal(**views, candidate_tokens=lattice.token_ids, **greedy)
-    assert torch.equal(tokens, model.head.propose(draft).token_ids)
+    assert_same(model, draft, lattice, start[:, 0], pair[:, 0], tokens)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_vllm(case: str, tmp_path: Path) -> None:
+def test_vllm(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    splat_booleans(monkeypatch)
     given = CASES[case]()
     model, draft, lattice = drafted(given)
     write_checkpoint(tmp_path / "export", given[2], "vllm")
     fields = json.loads((tmp_path / "export" / "config.json").read_text())
-    with peer("vllm", "vllm.model_executor.models.lilicorr") as (models,), torch.no_grad():
+    worker = "vllm.v1.worker.gpu"
+    walk = (f"{worker}.sample.gumbel", f"{worker}.spec_decode.dflash2.speculator")
+    with peer("vllm", "vllm.model_executor.models.lilicorr", *walk) as (models, _, speculator), torch.no_grad():
         sizes = {"model_hidden_size": fields["hidden_size"], "block_size": fields["block_size"]}
         head = models.LiLiCorrHead(**sizes, rms_norm_eps=fields["rms_norm_eps"], config=fields["dflash_config"])
         load_head(head, load_file(tmp_path / "export" / "model.safetensors"))
@@ -105,7 +119,21 @@ def test_vllm(case: str, tmp_path: Path) -> None:
             anchor_hidden=draft.anchor_context,
             anchor_valid=draft.anchor_valid,
         )
-    assert_same_scores(model, draft, lattice, scores[:, 0, 0], scores[:, 1:])
+        rows, slots, num_candidates = lattice.token_ids.shape
+        tokens = torch.full((rows, slots), -1)
+        speculator.CandidateSampler(rows, slots, num_candidates, torch.device("cpu")).sample(
+            candidate_ids=lattice.token_ids,
+            scores=scores,
+            num_reqs=rows,
+            sample_pos=torch.arange(1, slots + 1).repeat(rows),
+            idx_mapping=torch.arange(rows).repeat_interleave(slots),
+            temperature=torch.zeros(rows),
+            seeds=torch.zeros(rows, dtype=torch.int64),
+            draft_tokens=tokens,
+            draft_logits=None,
+            use_fp64=False,
+        )
+    assert_same(model, draft, lattice, scores[:, 0, 0], scores[:, 1:], tokens)
 
 
 def test_the_numbered_names_of_before_are_not_what_they_read(tmp_path: Path) -> None:
