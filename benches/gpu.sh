@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that a short slot on one GPU should measure: kernel parity as compiled, and every bench at a real size.
+# What a short slot on one GPU should measure: parity of kernels and captured steps, and every bench at a real size.
 #
-#     benches/gpu.sh OUT [--dry]                                            kernels and benches, under 6 minutes
+#     benches/gpu.sh OUT [--dry]                                            kernels and benches, under 7 minutes
 #     benches/gpu.sh real OUT [--dry] [--work FOLDER] [--pack FOLDER]       a real run, under 7 (benches/real.py)
 #
 # These are minutes of an H200. Nothing is installed; PYTHON names the interpreter (default: .venv/bin/python where there
@@ -70,6 +70,8 @@ else
     parity=(tests/kernels -m "not slow")
     [ ${#dry[@]} -eq 0 ] || parity=(tests/kernels/test_language.py tests/kernels/test_topk_lse.py -m "not slow")
     part parity 80 "$PYTHON" -m pytest -q -p no:cacheprovider "${parity[@]}"
+    # captured graphs against the reference decoder; without a GPU there are none
+    [ ${#dry[@]} -ne 0 ] || part steps 45 "$PYTHON" -m pytest -q -p no:cacheprovider tests/engine/test_step.py -k captured
     bench kernels 55 kernels
     bench head_latency_8b 55 head_latency --geometry 8b
     bench head_latency_4b 45 head_latency --geometry 4b

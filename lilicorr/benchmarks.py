@@ -16,6 +16,7 @@ import gzip
 import hashlib
 import json
 import random
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +110,14 @@ BENCHMARKS = {
     "mt_bench": Benchmark(_turns, "Apache-2.0", 80, "question_id", shipped=MT_BENCH, category_column="category"),
     "gsm8k_100": Benchmark(_column("prompt"), "MIT", 1319, "id", _math, GSM8K),
     "aime25_25": Benchmark(
-        _column("question"), f"file MIT, {MAA}", 30, "id", _math, AIME25, "cases", lambda r: r["source"] == "AIME2025"
+        _column("question"),
+        f"file MIT, {MAA}",
+        30,
+        "id",
+        _math,
+        AIME25,
+        "cases",
+        lambda r: r.get("source") == "AIME2025",
     ),
     "gsm8k": Benchmark(_column("question"), "MIT", 1319, None, _math),
     "math500": Benchmark(_column("problem"), "MIT", 500, "unique_id", _math),
@@ -211,10 +219,13 @@ def _parse(data: bytes, where: str, rows_under: str | None) -> list[Row]:
         return pyarrow.parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
     try:
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{where}: {error}") from error
     if rows_under is not None:
-        rows = _json(text, where)[rows_under]
+        whole = _json(text, where)
+        if not isinstance(whole, dict) or not isinstance(whole.get(rows_under), list):
+            raise ValueError(f"{where}: must be an object with a list {rows_under!r}, got {whole!r:.60}")
+        rows = whole[rows_under]
     elif text.lstrip().startswith("["):
         rows = _json(text, where)
     else:

@@ -112,9 +112,11 @@ class EngineSystem(System):
         """Decode one turn; raises RuntimeError for a target whose logits are NaN."""
         chunks, began = [], time.perf_counter()
         self.engine.submit(Request("turn", prompt_ids, params))
-        while self.engine.busy:
+        while not (chunks and chunks[-1].last):
             chunks += self.engine.step()
         seconds = time.perf_counter() - began
+        while self.engine.busy:  # a GPU is a step ahead of what is known: the answer does not wait for it
+            self.engine.step()
         if chunks[-1].error is not None:
             raise RuntimeError(chunks[-1].error)
         token_ids, blocks = list(chunks[0].token_ids), []

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lilicorr.decode import SamplingParams
 
 MAX_LOGIT_BIAS = 300  # tokens of a request that may have one
+MIN_REPETITION, MAX_REPETITION = 1e-6, 1e6  # far beyond them a logit is divided by 0, or 0 multiplied by inf, in fp32
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,9 @@ def check_processing(
     for name, value in (("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)):
         if not -2 <= value <= 2:
             raise ValueError(f"{name} must be in [-2, 2] (0 is off), got {value}")
-    if not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
-        raise ValueError(f"repetition_penalty must be finite and > 0 (1 is off), got {repetition_penalty}")
+    if not MIN_REPETITION <= repetition_penalty <= MAX_REPETITION:
+        allowed = f"in [{MIN_REPETITION:g}, {MAX_REPETITION:g}]"
+        raise ValueError(f"repetition_penalty must be {allowed} (1 is off), got {repetition_penalty}")
     if len(logit_bias) > MAX_LOGIT_BIAS:
         raise ValueError(f"logit_bias must have at most {MAX_LOGIT_BIAS} token ids, got {len(logit_bias)}")
     for token_id, bias in logit_bias:

@@ -35,6 +35,7 @@ TARGET_DRAW, ACCEPT_TEST, PROPOSAL_DRAW = 0, 1, 2
 
 MIN_RESIDUAL = 1e-8  # below this mass (p - q)+ is rounding noise
 DRAW_TILE = 1024  # neighbouring ids that `draw_by_noise` first draws together
+FILTER_BYTES = 128 << 20  # of fp64 logits that `last_kept` sorts at once; it holds about six times as much
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
@@ -57,13 +58,6 @@ class Sampling:
     any_sampled: bool = True  # some row has temperature > 0
     any_filtered: bool = True  # some row has top_k > 0, top_p < 1 or min_p > 0
     min_p: Tensor | None = None  # [N] float, 0 is off; None: off in every row
-
-    @classmethod
-    def greedy(cls, num_rows: int, device: torch.device | str = "cpu") -> Sampling:
-        """Temperature 0 for every row."""
-        zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        ones = torch.ones(num_rows, device=device)
-        return cls(torch.zeros_like(ones), zeros, ones, zeros, zeros, any_sampled=False, any_filtered=False)
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float, seed: int, min_p: float = 0.0) -> None:
@@ -147,7 +141,7 @@ def target_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """
     logits = wide(logits)
     temperature = sampling.temperature[:, None, None].to(logits.dtype)
-    scaled = _scaled(logits, sampling)
+    scaled = _scaled(logits, sampling.temperature)
     if sampling.any_filtered:
         last = last_kept(logits, sampling)[..., None]
         bound, ids = logits.gather(-1, last), torch.arange(logits.shape[-1], device=logits.device)
@@ -157,9 +151,9 @@ def target_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     return torch.where(temperature > 0, scaled.softmax(-1), one_hot)
 
 
-def _scaled(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits [N, Q, V] over the temperature, those of greedy rows as they are; 0 at the largest."""
-    temperature = sampling.temperature[:, None, None].to(logits.dtype)
+def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Logits [N, Q, V] over the temperature [N], those of greedy rows as they are; 0 at the largest."""
+    temperature = temperature[:, None, None].to(logits.dtype)
     # Shifting by the maximum first keeps a tiny temperature from overflowing to inf - inf.
     return (logits - logits.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)
 
@@ -169,18 +163,27 @@ def last_kept(logits: Tensor, sampling: Sampling) -> Tensor:
 
     "Last" is by descending logit, equal ones by ascending id: what is left is a beginning of that order.
     """
-    logits = wide(logits)
-    top_k, top_p = sampling.top_k[:, None, None], sampling.top_p[:, None, None].double()
+    off = torch.zeros_like(sampling.top_p) if sampling.min_p is None else sampling.min_p
+    settings = (sampling.temperature, sampling.top_k, sampling.top_p, off)
+    # a sorted law is several times larger than its logits
+    count = max(1, FILTER_BYTES // (8 * max(1, logits[:1].numel())))
+    parts = zip(logits.split(count), *(setting.split(count) for setting in settings), strict=True)
+    return torch.cat([_last_kept(wide(part), *of_part) for part, *of_part in parts])
+
+
+def _last_kept(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """`last_kept` of a part of the rows, with their settings."""
+    top_k, top_p, min_p = top_k[:, None, None], top_p[:, None, None].double(), min_p[:, None, None].double()
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     rank = torch.arange(logits.shape[-1], device=logits.device)
-    within = (rank < top_k) | (top_k == 0)
-    ordered = _scaled(logits, sampling).gather(-1, order).double()
-    if sampling.min_p is not None:
-        within = within & (ordered >= sampling.min_p[:, None, None].double().log())
+    ordered = _scaled(logits, temperature).gather(-1, order).double()
+    within = ((rank < top_k) | (top_k == 0)) & (ordered >= min_p.log())
     probs = ordered.masked_fill(~within, -math.inf).softmax(-1)
     mass_before = probs.cumsum(-1) - probs
     kept = within & ((mass_before < top_p) | (top_p >= 1) | (rank == 0))
-    return order.gather(-1, prefix_length(kept)[..., None] - 1)[..., 0]
+    # logits that are NaN or inf leave nothing; whoever is to see to that comes later, and must not miss an id
+    last = (prefix_length(kept) - 1).clamp_min(0)
+    return order.gather(-1, last[..., None])[..., 0]
 
 
 def verify(proposal: Proposal, target_logits: Tensor, sampling: Sampling) -> Verdict:
@@ -240,5 +243,6 @@ def _verify_drawn(
         residual = (p_next - q_next).clamp_min(0)
     else:
         residual = p_next.scatter_add(1, support_ids.gather(1, slot)[:, 0], -q_next).clamp_min(0)
-    law = torch.where(residual.sum(-1, keepdim=True) < MIN_RESIDUAL, p_next, residual)
+    # nothing is accepted of a q that is NaN, and nothing is left of it either
+    law = torch.where(residual.sum(-1, keepdim=True) >= MIN_RESIDUAL, residual, p_next)
     return Verdict(num_accepted, draw_by_noise(law[:, None], seeds.gather(1, at), positions.gather(1, at))[:, 0])

@@ -126,6 +126,7 @@ def test_categories_go_with_the_prompts(tmp_path: Path) -> None:
         (b'[{"question": "Q"}, {"ques', r"broken JSON at character 21 of 26"),
         (json_lines([1, 2]), r"row 0: a row must be an object"),
         (gzip.compress(json_lines({"question": "Q"}), mtime=0)[:-9], r"ended before the end"),
+        (b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 20, r"invalid block type"),
         (b"", r"no rows"),
     ],
 )
@@ -134,6 +135,15 @@ def test_a_file_that_does_not_fit(content: bytes, message: str, tmp_path: Path) 
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message) as error:
         load_benchmark("gsm8k", path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b'{"rows": []}', b'{"cases": {"a": 1}}', b"[1]"])
+def test_an_object_without_its_rows_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "aime.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="must be an object with a list 'cases', got") as error:
+        load_benchmark("aime25_25", path)
     assert str(path) in str(error.value)
 
 

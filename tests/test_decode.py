@@ -236,6 +236,8 @@ def test_requests_that_cannot_be_served(tiny_target: Target):
         dict(presence_penalty=2.1),
         dict(frequency_penalty=math.nan),
         dict(repetition_penalty=0.0),
+        dict(repetition_penalty=1e-300),  # 0 in fp32
+        dict(repetition_penalty=1e40),  # inf in fp32
         dict(logit_bias=((1, 101.0),)),
         dict(logit_bias=((1, 1.0), (1, 2.0))),
         dict(logit_bias=tuple((i, 1.0) for i in range(301))),

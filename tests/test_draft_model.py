@@ -1,5 +1,7 @@
 """The draft model: one pass over all anchors against cached decoding, and chunked against whole losses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -135,3 +137,9 @@ def test_unknown_heads_and_masks_are_refused(tiny_target):
     outside = block_spec(CONFIG, tiny_target.config, 151669)
     with pytest.raises(ValueError, match="mask token id 151669 is outside the target's 67 embedding rows"):
         build_draft_model(shape, outside, "argmax", {}, tiny_target)
+    many = replace(spec, num_candidates=68)
+    with pytest.raises(ValueError, match="num_candidates must be at most 67, all there are, got 68"):
+        build_draft_model(shape, many, "lilicorr", {}, tiny_target)
+    few = torch.arange(spec.num_candidates - 1)
+    with pytest.raises(ValueError, match=f"num_candidates must be at most {len(few)}, all there are, got"):
+        build_draft_model(shape, spec, "lilicorr", {}, tiny_target, few)

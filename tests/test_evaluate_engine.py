@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,22 @@ def test_the_engine_gives_the_figures_of_the_reference(chat_target: Target, temp
             elif not name.startswith(("tokens_per_s", "speedup")):
                 assert got[name] == value, (system, name)
     assert temperature == 0 or expected["lilicorr"]["held_out"]["tau"] > 1.0
+
+
+def test_an_answer_takes_no_longer_than_its_last_block(chat_target: Target, monkeypatch: pytest.MonkeyPatch):
+    system = EngineSystem(chat_target, None)
+    system.engine._steps_behind = 1  # as on a GPU: a step is begun that the answer does not need
+    step, steps = system.engine.step, []
+
+    def counted():
+        steps.append(step())
+        return steps[-1]
+
+    monkeypatch.setattr(system.engine, "step", counted)
+    monkeypatch.setattr("lilicorr.evaluate.time", SimpleNamespace(perf_counter=lambda: float(len(steps))))
+    answer = system.answer([65, 66], SamplingParams(3))
+    last = next(number for number, chunks in enumerate(steps, start=1) if chunks and chunks[-1].last)
+    assert answer.seconds == last < len(steps) and not system.engine.busy
 
 
 def test_a_broken_target_ends_an_evaluation_by_the_engine(chat_target: Target):

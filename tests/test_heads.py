@@ -57,6 +57,15 @@ def test_argmax_head_is_the_argmax():
     assert torch.equal(make_head("argmax").propose(draft).token_ids, draft.logits.argmax(-1))
 
 
+def test_a_padding_row_of_the_table_makes_no_head_surer():
+    draft, _ = make_blocks()
+    head = make_head("argmax")
+    draft.logits[..., 60:] = 50.0
+    draft = replace(draft, num_ids=60)
+    found = head.step_confidence(draft, head.propose(draft))
+    assert torch.allclose(found, draft.logits[..., :60].softmax(-1).amax(-1))
+
+
 def test_scores_are_cosines_times_sigma():
     head, (draft, _) = make_head("lilicorr", logit_scale=8.0), make_blocks()
     anchor, pairs = head.scores(draft, candidates(draft, 4))

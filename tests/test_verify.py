@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lilicorr import verify as verify_module
 from lilicorr.blocks import Proposal
 from lilicorr.verify import (
     ACCEPT_TEST,
@@ -19,6 +20,7 @@ from lilicorr.verify import (
     check_sampling,
     draw,
     draw_by_noise,
+    last_kept,
     target_probs,
     uniform,
     verify,
@@ -45,6 +47,13 @@ def sampled(
         positions=torch.full((num_rows,), 7),
         min_p=None if min_p is None else torch.full((num_rows,), min_p, dtype=torch.float64),
     )
+
+
+def greedy_rows(num_rows: int, device: torch.device | str = "cpu") -> Sampling:
+    """Temperature 0 for every row."""
+    zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    ones = torch.ones(num_rows, device=device)
+    return Sampling(torch.zeros_like(ones), zeros, ones, zeros, zeros, any_sampled=False, any_filtered=False)
 
 
 def random_logits(*shape: int, seed: int = 0) -> Tensor:
@@ -155,7 +164,7 @@ def test_greedy_mismatch_at_every_slot_and_none(contract: str):
         "dense": Proposal(drafts, torch.nn.functional.one_hot(drafts, VOCAB).double()),
         "sparse": Proposal(drafts, torch.ones(num_slots + 1, num_slots, 1), drafts[..., None]),
     }
-    for sampling in (Sampling.greedy(num_slots + 1), sampled(num_slots + 1, temperature=0.0)):
+    for sampling in (greedy_rows(num_slots + 1), sampled(num_slots + 1, temperature=0.0)):
         verdict = verify(proposals[contract], logits, sampling)
         assert verdict.num_accepted.tolist() == [0, 1, 2, 3, 4]
         assert torch.equal(verdict.next_ids, best[0])
@@ -164,7 +173,7 @@ def test_greedy_mismatch_at_every_slot_and_none(contract: str):
 def test_zero_slots_is_autoregression():
     logits = random_logits(DRAWS, 1, VOCAB, seed=10)
     empty = Proposal(torch.empty(DRAWS, 0, dtype=torch.int64))
-    greedy = verify(empty, logits, Sampling.greedy(DRAWS))
+    greedy = verify(empty, logits, greedy_rows(DRAWS))
     assert torch.equal(greedy.next_ids, logits[:, 0].argmax(-1)) and not greedy.num_accepted.any()
 
     same = logits[:1].expand(DRAWS, -1, -1)
@@ -175,7 +184,7 @@ def test_zero_slots_is_autoregression():
 def test_greedy_ties_go_to_the_lowest_id():
     logits = torch.zeros(1, 2, VOCAB)
     logits[..., [3, 8]] = 1.0
-    for sampling in (Sampling.greedy(1), sampled(1, temperature=0.0)):
+    for sampling in (greedy_rows(1), sampled(1, temperature=0.0)):
         assert target_probs(logits, sampling)[0, 0].nonzero().tolist() == [[3]]
         verdict = verify(Proposal(torch.tensor([[8]])), logits, sampling)
         assert (verdict.num_accepted.item(), verdict.next_ids.item()) == (0, 3)
@@ -239,6 +248,33 @@ def test_target_probs_filters():
     tied = target_probs(torch.zeros(1, 1, 6), sampled(1, top_k=2))[0, 0]
     assert tied.tolist() == [0.5, 0.5, 0, 0, 0, 0]
     assert target_probs(torch.zeros(1, 1, 4), sampled(1, min_p=1.0))[0, 0].tolist() == 4 * [0.25]
+
+
+def test_filters_take_rows_in_parts(monkeypatch: pytest.MonkeyPatch):
+    logits = random_logits(7, 2, VOCAB, seed=13).float()
+    settings = sampled(7, top_k=4, top_p=0.8, min_p=0.05)
+    settings = replace(settings, top_k=torch.arange(7), temperature=0.5 + torch.rand(7))
+    whole, sizes = last_kept(logits, settings), []
+    one_part = verify_module._last_kept
+
+    def watched(part: Tensor, *of_part: Tensor) -> Tensor:
+        sizes.append(len(part))
+        return one_part(part, *of_part)
+
+    monkeypatch.setattr(verify_module, "_last_kept", watched)
+    monkeypatch.setattr(verify_module, "FILTER_BYTES", 3 * 2 * VOCAB * 8)
+    assert torch.equal(last_kept(logits, settings), whole) and sizes == [3, 3, 1]
+    assert last_kept(logits[:0], sampled(0)).shape == (0, 2)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_filters_survive_rows_that_are_broken(broken: float):
+    logits, sampling = random_logits(3, 2, VOCAB, seed=14), sampled(3, top_k=5, top_p=0.9, min_p=0.01)
+    fine = last_kept(logits, sampling)
+    logits[1, 0, 3] = broken
+    found = last_kept(logits, sampling)
+    assert torch.equal(found[[0, 2]], fine[[0, 2]]) and ((found >= 0) & (found < VOCAB)).all()
+    assert (verify(Proposal(torch.tensor([[1]] * 3)), logits, sampling).next_ids < VOCAB).all()
 
 
 def test_draw_inverts_the_distribution_function():

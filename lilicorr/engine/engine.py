@@ -1,7 +1,7 @@
 """The engine: many requests at once through one step, on one thread.
 
-Place in the flow: the benches drive it, and what serves will. One call of `step` is the loop of design.md
-section 7:
+Place in the flow: a replica of the endpoint, `evaluate` and the benches drive it. One call of `step` is the loop of
+design.md section 7:
 
     admit     rows and pages for waiting requests
     prefill   a chunk of prompts
@@ -28,11 +28,11 @@ from lilicorr.decode import Decoded, SamplingParams, check_request
 from lilicorr.draft_model import DraftModel
 from lilicorr.engine.graphs import decode_runner, fill
 from lilicorr.engine.model import PagedDrafter, PagedTarget, num_pages_in
-from lilicorr.engine.pages import PagePool, num_pages_for
+from lilicorr.engine.pages import PAGE_SIZE, PagePool, num_pages_for
 from lilicorr.engine.request import Progress, Request, TokenChunk
 from lilicorr.engine.row import MAX_STOP_IDS, RowState, upload
 from lilicorr.engine.scheduler import Piece, Scheduler
-from lilicorr.engine.step import AT_LIMIT, BROKEN, STOPPED, Mix, Outcome, Prefill, Step
+from lilicorr.engine.step import AT_LIMIT, BROKEN, STOPPED, USUAL_MIXES, Mix, Outcome, Prefill, Step, blank_prefill
 from lilicorr.engine.trim import make_planner
 from lilicorr.logprobs import TokenLogprobs, read_logprobs
 from lilicorr.target import Target
@@ -107,11 +107,13 @@ class Engine:
         self.max_model_len = min(config.max_model_len or target.max_length, target.max_length)
         width = config.deterministic_width if config.deterministic else num_tokens
         max_pages = num_pages_for(self.max_model_len + width)
+        # a piece of a prompt is filled up to a page, and a row may be decoded once more after it has ended
+        num_positions = self.max_model_len + max(PAGE_SIZE, 2 * width)
         # more than twice what all rows can use at once would hardly serve the prefix cache
         most = 2 * config.max_running * max_pages
         num_pages = config.num_pages or min(most, num_pages_in(config.kv_gib, target, draft_model))
-        paged = PagedTarget(target, num_pages, max_pages)
-        drafter = PagedDrafter(draft_model, target, num_pages, max_pages) if draft_model is not None else None
+        paged = PagedTarget(target, num_pages, num_positions)
+        drafter = PagedDrafter(draft_model, target, num_pages, num_positions) if draft_model is not None else None
         context = (drafter.context_width, drafter.dtype) if drafter is not None else (0, target.embed.dtype)
         vocab = target.embed.shape[0]
         self.state = RowState(config.max_running, max_pages, vocab, *context, target.device)
@@ -122,6 +124,7 @@ class Engine:
         self._step = Step(paged, drafter, self.state, width, config.deterministic, self._planner is not None)
         self._decode = decode_runner(self._step, config.max_running, config.deterministic, widths)
         on_gpu = target.device.type == "cuda"
+        self._fixed_shapes = on_gpu or config.deterministic  # on a GPU another shape may need a kernel compiled
         self._steps_behind = int(on_gpu) if config.steps_behind is None else config.steps_behind
         self._in_flight: deque[_Flight] = deque()
         self._requests: dict[str, Progress] = {}
@@ -165,8 +168,26 @@ class Engine:
             self.scheduler.leave(progress)
 
     def warm_up(self) -> None:
-        """Capture what is captured and run what is set up on first use; changes nothing of any request."""
+        """Capture what is captured and run what is set up on first use; changes nothing of any request.
+
+        The most pieces of prompts come first: what they take of the memory is there before the first request.
+        """
+        for count in self._piece_counts():
+            for mix in USUAL_MIXES:
+                batch = blank_prefill(count, self.scheduler.piece_size, self.state)
+                self._step.prefill(batch, self.state.page_table.shape[1], mix)
         self._decode.warm_up()
+
+    def _piece_counts(self) -> list[int]:
+        """Numbers of pieces, largest first, whose passes need every kernel that any number does: attention splits the
+        keys by the number of rows, into the next power of two."""
+        if self.config.deterministic:
+            return [self.config.max_running]
+        if not self._fixed_shapes:
+            return [1]
+        budget = max(self.config.prefill_tokens, self.config.idle_prefill_tokens)
+        most = budget // PAGE_SIZE + self.config.max_running  # every row may have a last piece of a few tokens
+        return [most, *(2**power for power in reversed(range((most - 1).bit_length())))]
 
     @torch.no_grad()
     def step(self) -> list[TokenChunk]:
@@ -175,6 +196,8 @@ class Engine:
         An exception means that the engine is broken. Call it while `busy`.
         """
         chunks: list[TokenChunk] = []
+        if not self._in_flight:  # what aborted requests gave back since the last step
+            self.pool.collect(self.scheduler.step_id)
         self.scheduler.step_id += 1
         self.counters.num_steps += 1
         self.scheduler.admit()
@@ -215,6 +238,7 @@ class Engine:
         while self.busy:
             for chunk in self.step():
                 if chunk.error is not None:
+                    self._drop_all()
                     raise RuntimeError(f"prompt {chunk.request_id}: {chunk.error}")
                 logprobs[chunk.request_id] += chunk.logprobs or []
                 if chunk.last:
@@ -227,12 +251,18 @@ class Engine:
                     )
         return [done[request.id] for request in requests]
 
+    def _drop_all(self) -> None:
+        """Forget every request, and wait for the passes in flight."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        while self.busy:
+            self.step()
+
     def _launch_prefill(self, pieces: list[Piece]) -> None:
         """Start writing pieces of prompts, and the first token of those that end."""
         device, state = self.target.device, self.state
-        size, count = max(piece.count for piece in pieces), len(pieces)
-        if self.config.deterministic:
-            size, count = self.config.deterministic_width, self.config.max_running
+        size = self.scheduler.piece_size if self._fixed_shapes else max(piece.count for piece in pieces)
+        count = self.config.max_running if self.config.deterministic else len(pieces)
         num_filled = count - len(pieces)
         tokens = [fill(p.progress.token_ids[p.start : p.start + p.count], size, 0) for p in pieces]
         ends = [index for index, piece in enumerate(pieces) if piece.last]
@@ -266,7 +296,7 @@ class Engine:
     def _pages_read(self, num_pages: int) -> int:
         """Columns of the page table a pass reads: on a CPU fewer are faster, but one shape needs all of them."""
         width = self.state.page_table.shape[1]
-        return width if self.config.deterministic else min(num_pages, width)
+        return width if self._fixed_shapes else min(num_pages, width)
 
     def _fly(
         self,

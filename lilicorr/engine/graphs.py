@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lilicorr.engine.row import upload
-from lilicorr.engine.step import Mix, Outcome, Step
+from lilicorr.engine.step import USUAL_MIXES, Mix, Outcome, Step
 
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 
@@ -64,12 +64,12 @@ class GraphDecode:
         return output
 
     def warm_up(self) -> None:
-        """Capture every batch size for greedy and for plainly sampled requests; largest first, for the pool's sake."""
+        """Capture every batch size for the usual mixes; largest first, for the pool's sake."""
         for size in reversed(self._sizes):
             widths = {width for rows, listed in self._widths.items() if rows <= size for width in listed}
-            for sampled in (False, True):
+            for mix in USUAL_MIXES:
                 for width in (None, *sorted(widths)):
-                    self._capture(size, Mix(sampled, filtered=False, processed=False, logprobs=False), width)
+                    self._capture(size, mix, width)
 
     def _capture(self, size: int, mix: Mix, width: int | None) -> None:
         """Run the step over dummy rows until lazy set-up is over, then record it."""

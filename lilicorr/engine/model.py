@@ -119,7 +119,6 @@ class PagedLayer:
         self.gate_up_bias = fused([mlp.gate_proj.bias, mlp.up_proj.bias]) if mlp.gate_proj.bias is not None else None
         self.down = mlp.down_proj
         self.norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
-        # zeros: a page nobody has written yet may be read under a mask
         shape = (num_pages, self.num_kv_heads, PAGE_SIZE, head_dim)
         self.k_pages, self.v_pages = self.qkv.new_zeros(shape), self.qkv.new_zeros(shape)
 
@@ -170,9 +169,12 @@ class PagedLayer:
 
 
 class PagedTarget:
-    """The target's forward pass; raises ValueError for a model whose layers are not of this kind."""
+    """The target's forward pass; `num_positions` is how far passes may reach, padding included.
 
-    def __init__(self, target: Target, num_pages: int, max_pages: int) -> None:
+    Raises ValueError for a model whose layers are not of this kind.
+    """
+
+    def __init__(self, target: Target, num_pages: int, num_positions: int) -> None:
         config, body = target.config, target.model.base_model
         _check_family(config)
         self.embed, self.lm_head, self.layer_ids = target.embed, target.lm_head, target.layer_ids
@@ -180,7 +182,7 @@ class PagedTarget:
         head_dim = target_head_dim(config)
         self.layers = [PagedLayer(layer, head_dim, num_pages) for layer in body.layers]
         rotary = body.rotary_emb
-        self.rope = rope_tables(rotary.inv_freq.float(), max_pages * PAGE_SIZE, rotary.attention_scaling)
+        self.rope = rope_tables(rotary.inv_freq.float(), num_positions, rotary.attention_scaling)
 
     def forward(self, token_ids: Tensor, places: Places) -> TargetOutput:
         """Run [N, Q] ids: hidden [N, Q, H] after the final norm, features [N, Q, C * H] of the captured layers.
@@ -204,7 +206,7 @@ class PagedTarget:
 class PagedDrafter:
     """The drafter over the paged context, and the head behind it."""
 
-    def __init__(self, draft_model: DraftModel, target: Target, num_pages: int, max_pages: int) -> None:
+    def __init__(self, draft_model: DraftModel, target: Target, num_pages: int, num_positions: int) -> None:
         if draft_model.spec.target_layer_ids != target.layer_ids:
             raise ValueError(
                 f"the draft model reads target layers {draft_model.spec.target_layer_ids}, "
@@ -227,7 +229,7 @@ class PagedDrafter:
         # rotating (1, ..., 1, 0, ..., 0) gives cosines and sines, whatever the module's frequencies are
         kind = torch.float64 if self.dtype == torch.float64 else torch.float32
         unit = torch.arange(shape.head_dim, device=weights.device).lt(shape.head_dim // 2).to(kind)
-        positions = torch.arange(max_pages * PAGE_SIZE, device=weights.device)
+        positions = torch.arange(num_positions, device=weights.device)
         self.rope = drafter.layers[0].self_attn.rotary(unit.expand(len(positions), -1), positions).chunk(2, dim=-1)
 
     @property

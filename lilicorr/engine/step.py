@@ -49,6 +49,17 @@ class Prefill:
     following: Tensor  # [K, Q] int64, the tokens behind each of theirs, right-padded
 
 
+def blank_prefill(count: int, size: int, state: RowState) -> Prefill:
+    """`count` pieces of no tokens, of `size` with their padding; each ends the dummy row, which joins nothing."""
+
+    def of(value: int, *shape: int) -> Tensor:
+        return torch.full(shape, value, dtype=torch.int64, device=state.device)
+
+    ends = torch.arange(min(count, state.dummy), device=state.device)  # there are no more rows than that
+    pieces = (of(state.dummy, count), of(0, count), of(0, count))
+    return Prefill(of(0, count, size), *pieces, ends, of(-1, len(ends)), [], of(0, 0, size))
+
+
 @dataclass(frozen=True)
 class Mix:
     """What the host knows of a batch: False saves work, True is always right (see `verify.Sampling`)."""
@@ -57,6 +68,9 @@ class Mix:
     filtered: bool = True
     processed: bool = True  # some request changes its logits (`SamplingParams.processes_logits`)
     logprobs: bool = True  # some request asks for log-probabilities
+
+
+USUAL_MIXES = (Mix(False, False, False, False), Mix(True, False, False, False), Mix(True, True, False, False))
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,9 @@ class Step:
         active, starts, anchor_ids = state.active[rows], state.lengths[rows], state.anchor_ids[rows]
         sampling = state.sampling(rows, starts + 1, mix.sampled, mix.filtered)
         table, inside = state.page_table[rows, :num_pages], torch.arange(self.width, device=rows.device) < num_tokens
-        places = _places(table, starts, active[:, None] & inside, active * (starts + self.width))
+        # positions that only fill the pass up write nothing, so nothing may be read there either
+        real = torch.full_like(starts, num_tokens) if self.width > num_tokens else None
+        places = _places(table, starts, active[:, None] & inside, active * (starts + num_tokens), real)
 
         proposal = Proposal(anchor_ids.new_empty(len(rows), 0))
         if self.drafter is not None:
@@ -158,7 +174,7 @@ class Step:
         verdict = accept(none, processed, state.sampling(rows, starts + 1, mix.sampled, mix.filtered))
         verdict = replace(verdict, next_ids=torch.where(known, pieces.anchors, verdict.next_ids))
         context = context[pieces.ends, last][:, None] if context is not None else None
-        joining = torch.ones_like(known)
+        joining = rows != state.dummy
         outcome = self._commit(rows, starts, joining, none, verdict, logits, mix, context, known)
         # piece by piece: logits of all positions of all pieces at once would outgrow everything else
         tables = [
@@ -242,8 +258,9 @@ def _cut(proposal: Proposal, places: Places, survival: Tensor, width: int) -> tu
 
 
 def _first(places: Places, count: int, kv_lengths: Tensor) -> Places:
-    """The first `count` positions of every row."""
-    return replace(places, positions=places.positions[:, :count], slots=places.slots[:, :count], kv_lengths=kv_lengths)
+    """The first `count` positions of every row, none of which is padding."""
+    positions, slots = places.positions[:, :count], places.slots[:, :count]
+    return replace(places, positions=positions, slots=slots, kv_lengths=kv_lengths, query_lengths=None)
 
 
 def _broken(logits: Tensor) -> Tensor:

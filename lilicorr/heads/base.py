@@ -86,7 +86,7 @@ class Head(nn.Module):
         """
         if proposal.confidence is not None:
             return proposal.confidence
-        values, _, lse = topk_lse(draft.logits.flatten(0, 1), 1)
+        values, _, lse = topk_lse(draft.logits.flatten(0, 1), 1, draft.num_ids)
         return (values[:, 0] - lse).exp().view(proposal.token_ids.shape)
 
 

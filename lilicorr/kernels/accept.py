@@ -45,12 +45,22 @@ def _noise(key, numbers):
 
 
 @jit
+def _largest(x):
+    """The first lane with the largest number, 0 where there is none.
+
+    Compared with NaN any lane may win, even one behind the vocabulary, and a token is looked up before the step that
+    drew it is judged.
+    """
+    return tl.argmax(tl.where(x == x, x, float("-inf")), axis=0)
+
+
+@jit
 def _first_largest(logits, tops, num_ids, WIDTH: tl.constexpr):
     """The first of a row's largest logits, which lies in the first tile with the largest maximum."""
-    first = tl.argmax(tops, axis=0) * WIDTH
+    first = _largest(tops) * WIDTH
     columns = first + tl.arange(0, WIDTH)
     x = tl.load(logits + columns, mask=columns < num_ids, other=float("-inf")).to(tl.float32)
-    return first + tl.argmax(x, axis=0)
+    return first + _largest(x)
 
 
 @jit
@@ -174,13 +184,14 @@ def _row_kernel(
                 u = (_under(start, tl.full([], ACCEPT_TEST, tl.int64)) >> 11).to(tl.float64) * 1.1102230246251565e-16
                 q_draft = tl.sum(tl.where(own_ids == draft, q, 0.0), axis=0)
                 passes = u * q_draft * total < tl.sum(tl.where(own_ids == draft, own, 0.0), axis=0)
-                residual = tl.maximum(own - q * total, 0.0)
-                vanishes = tl.sum(mass, axis=0) + tl.sum(residual, axis=0) < min_residual * total
-                own = tl.where(vanishes, own, residual)
+                residual = own - q * total
+                residual = tl.where(residual < 0, 0.0, residual)  # a maximum would make 0 of NaN
+                stays = tl.sum(mass, axis=0) + tl.sum(residual, axis=0) >= min_residual * total
+                own = tl.where(stays, residual, own)
                 within = (own_ids // WIDTH)[:, None] == tiles[None, :]
                 mass += tl.sum(tl.where(within & there[:, None], own[:, None], 0.0), axis=0)
             scores = tl.log(mass) + _noise(key, -1 - tiles)
-            tile = tl.argmax(tl.where(tiles < num_tiles, scores, float("-inf")), axis=0)
+            tile = _largest(tl.where(tiles < num_tiles, scores, float("-inf")))
             columns = tile * WIDTH + lanes
             x = tl.load(logits + columns, mask=columns < num_ids, other=float("-inf")).to(tl.float32)
             if FILTERED:
@@ -191,7 +202,7 @@ def _row_kernel(
                     own_id = tl.sum(tl.where(ks == k, own_ids, 0), axis=0)
                     weight = tl.log(tl.sum(tl.where(ks == k, own, 0.0), axis=0))
                     weights = tl.where(columns == own_id, weight, weights)
-            token = tile * WIDTH + tl.argmax(weights + _noise(key, columns), axis=0)
+            token = tile * WIDTH + _largest(weights + _noise(key, columns))
             if K == 0:
                 passes = token == draft
         else:

@@ -119,7 +119,11 @@ def _attend_kernel(
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """A tile of queries of the heads that share keys, over one split of the row's pages."""
+    """A tile of queries of the heads that share keys, over one split of the row's pages.
+
+    A split takes every SPLITS-th page, whatever the row's length: pages that a query does not see add zeros to the
+    sums, and group nothing differently.
+    """
     num_tiles = (num_queries + TILE - 1) // TILE
     block, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -133,14 +137,13 @@ def _attend_kernel(
     # the first place that a row does not see, and that none does
     end = tl.where(exists & (query < num_real), length - (num_real - 1 - query if CAUSAL else query * 0), 0)
     num_pages = (tl.max(end, axis=0) + PAGE - 1) // PAGE
-    per_split = (num_pages + SPLITS - 1) // SPLITS
     rows_at = (block * num_queries + query) * num_heads + kv_head * GROUP + rows % GROUP
     q = tl.load(queries + rows_at[:, None] * WIDTH + entries[None, :], mask=exists[:, None], other=0.0)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
     num_kv_heads = tl.num_programs(1)
-    for number in range(split * per_split, min((split + 1) * per_split, num_pages)):
+    for number in range(split, num_pages, SPLITS):
         page = tl.load(page_table + block * max_pages + number).to(tl.int64)
         at = ((page * num_kv_heads + kv_head) * PAGE + places[:, None]) * WIDTH + entries[None, :]
         place = number * PAGE + places

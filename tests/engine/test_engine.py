@@ -208,6 +208,137 @@ def test_broken_weights_end_the_request_and_not_the_engine() -> None:
         engine.generate([[1, 2]], SamplingParams(3))
 
 
+@pytest.mark.parametrize("head", [None, "argmax"])
+def test_a_broken_request_fails_alone_beside_one_that_filters(head: str | None) -> None:
+    target = toys.toy_target(vocab=67)
+    draft_model = toys.toy_draft_model(target, head) if head else None
+    params = SamplingParams(12, temperature=1.0, top_p=0.9, min_p=0.01, seed=3)
+    requests = [Request("fine", [1, 2, 3], params), Request("broken", [4, 66, 5], SamplingParams(12))]
+    expected = toys.reference_runs(target, draft_model, requests[:1])["fine"]
+    target.embed[66] = math.nan
+    chunks = toys.run_all(toys.toy_engine(target, draft_model), requests)
+    assert toys.runs_of(chunks["fine"]) == expected
+    assert [chunk.error for chunk in chunks["broken"]] == ["ValueError: the target's logits are NaN at position 3"]
+
+
+@pytest.mark.parametrize("head", [head for head in HEADS if head != "argmax"])
+def test_a_broken_drafter_changes_no_answer(head: str) -> None:
+    target = toys.toy_target(vocab=67)
+    draft_model = toys.toy_draft_model(target, head, head_config={"contract": "sampled"})
+    requests = toys.requests_of(
+        toys.random_prompts(3, vocab=60), lambda i: SamplingParams(9, temperature=i, top_k=20, seed=i)
+    )
+    expected = toys.reference_runs(target, None, requests)
+    with torch.no_grad():
+        draft_model.drafter.norm.weight.fill_(math.nan)
+    chunks = toys.run_all(toys.toy_engine(target, draft_model), requests)
+    assert {id: toys.answer_of(of_one) for id, of_one in chunks.items()} == {
+        id: sum(runs, []) for id, runs in expected.items()
+    }
+
+
+@pytest.mark.parametrize("settings", [{}, dict(deterministic=True, deterministic_width=8)])
+@pytest.mark.parametrize("head", [None, "lilicorr"])
+def test_what_others_left_in_a_page_is_not_read(head: str | None, settings: dict) -> None:
+    target = toys.toy_target(vocab=67)
+    draft_model = toys.toy_draft_model(target, head) if head else None
+    requests = toys.requests_of([[1, 2, 3], [4 + i % 50 for i in range(70)]], lambda i: SamplingParams(12))
+    expected = toys.reference_runs(target, draft_model, requests)
+    engine = toys.toy_engine(target, draft_model, max_running=2, **settings)
+    for stack in (engine._step.target, engine._step.drafter) if head else (engine._step.target,):
+        for layer in stack.layers:
+            layer.k_pages.fill_(math.nan)
+            layer.v_pages.fill_(math.nan)
+    assert {id: toys.runs_of(of_one) for id, of_one in toys.run_all(engine, requests).items()} == expected
+
+
+def test_a_piece_near_the_end_of_the_context_may_be_filled_up_to_a_page() -> None:
+    target = toys.toy_target(vocab=67)
+    lengths, limits = (3, 100, 230, 100), (60, 2, 2, 2)
+    requests = toys.requests_of([[1 + i % 50 for i in range(n)] for n in lengths], lambda i: SamplingParams(limits[i]))
+    expected = toys.reference_runs(target, None, requests)
+    engine = toys.toy_engine(target, None, max_model_len=232, prefill_tokens=64, prefix_cache=False)
+    engine.submit(requests[0])
+    chunks, reached, prefill = engine.step(), [], engine._step.prefill
+
+    def watched(pieces, *rest):
+        reached.append(int(pieces.starts.max()) + pieces.token_ids.shape[1])
+        return prefill(pieces, *rest)
+
+    engine._step.prefill = watched
+    for request in requests[1:]:
+        engine.submit(request)
+    while engine.busy:
+        chunks += engine.step()
+    for request in requests:
+        assert toys.runs_of([c for c in chunks if c.request_id == request.id]) == expected[request.id]
+    assert max(reached) > 256  # the pages of the context end there
+
+
+def test_a_row_that_filled_the_context_may_be_decoded_once_more() -> None:
+    target, prompt = toys.toy_target(vocab=67), [1 + i % 50 for i in range(101)]
+    text = Decoder(target, None).generate(prompt, SamplingParams(170)).token_ids
+    draft_model = toys.toy_draft_model(target, "argmax")
+    starts: list[int] = []
+
+    def script(seed: int, position: int, token: int) -> int:
+        starts.append(position)
+        return token
+
+    draft_model.head = toys.ScriptedHead({0: prompt + text}, script)
+    engine = toys.toy_engine(target, draft_model, max_model_len=252, steps_behind=1)
+    chunks = toys.run_all(engine, [Request("a", prompt, SamplingParams(151))])["a"]
+    assert toys.answer_of(chunks) == text[:151] and max(starts) == 256  # behind the last page of the context
+
+
+def test_prefill_of_one_shape_gives_the_same_answers() -> None:
+    """As on a GPU: pieces of a page and the whole table, so that no kernel is compiled while requests wait."""
+    target = toys.toy_target(vocab=67)
+    requests = toys.requests_of(toys.random_prompts(4, vocab=60), lambda i: SamplingParams(6))
+    draft_model = toys.toy_draft_model(target, "lilicorr")
+    expected = toys.reference_runs(target, draft_model, requests)
+    engine = toys.toy_engine(target, draft_model, max_running=3, idle_prefill_tokens=512)
+    engine._fixed_shapes = True
+    prefill, shapes = engine._step.prefill, []
+
+    def watched(pieces, num_pages, mix):
+        shapes.append((len(pieces.rows), pieces.token_ids.shape[1], num_pages))
+        return prefill(pieces, num_pages, mix)
+
+    engine._step.prefill = watched
+    engine.warm_up()
+    assert sorted({count for count, _, _ in shapes}) == [1, 2, 4, 8, 11]  # 512 / 64 and a last piece of every row
+    assert {id: toys.runs_of(c) for id, c in toys.run_all(engine, requests).items()} == expected
+    assert {shape[1:] for shape in shapes} == {(64, engine.state.page_table.shape[1])}
+
+
+def test_pages_of_an_aborted_request_are_there_before_anyone_is_preempted() -> None:
+    target = toys.toy_target(vocab=67)
+    requests = toys.requests_of([[1 + i % 50 for i in range(n)] for n in (127, 100)], lambda i: SamplingParams(8))
+    expected = toys.reference_runs(target, None, requests[:1])["0"]
+    engine = toys.toy_engine(target, None, num_pages=4, prefix_cache=False, steps_behind=0)
+    for request in requests:
+        engine.submit(request)
+    chunks = engine.step()
+    engine.abort("1")
+    assert engine.pool.num_free == 0
+    while engine.busy:
+        chunks += engine.step()
+    assert toys.runs_of([c for c in chunks if c.request_id == "0"]) == expected
+    assert engine.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("steps_behind", [0, 1])
+def test_a_broken_prompt_leaves_nothing_of_the_others_in_hand(steps_behind: int) -> None:
+    target = toys.toy_target(vocab=67)
+    target.embed[66] = math.nan
+    engine = toys.toy_engine(target, None, max_running=2, steps_behind=steps_behind)
+    with pytest.raises(RuntimeError, match="prompt 1: ValueError: the target's logits are NaN at position 2"):
+        engine.generate([[1, 2], [3, 66], [4, 5], [6]], SamplingParams(20))
+    assert not engine.busy and engine.pool.num_used == 0
+    assert len(engine.generate([[1, 2]], SamplingParams(3))[0].token_ids) == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_deterministic_answers_have_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     target = toys.toy_target(dtype=dtype, vocab=67, hidden=64)

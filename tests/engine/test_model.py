@@ -60,7 +60,7 @@ def test_logits_and_features_are_those_of_transformers(name: str) -> None:
     expected = [target.forward(ids) for ids in token_ids]
     logits = [target.logits(output.hidden) for output in expected]
 
-    paged = PagedTarget(target, num_pages=7, max_pages=3)
+    paged = PagedTarget(target, num_pages=7, num_positions=192)
     page_table = torch.tensor([[5, 0, 3], [2, 6, 0]], dtype=torch.int32)
     done = [0, 0]
     for size in (64, 30, 1, 55):  # chunks that cross pages, and padding where a row is at its end
@@ -91,7 +91,7 @@ def test_the_paged_drafter_drafts_what_the_drafter_drafts() -> None:
         draft_model.extend_context(context, features[row])
         drafts.append(draft_model.draft(torch.tensor([prompt[0] + row]), context))
 
-    paged = PagedDrafter(draft_model, target, num_pages=5, max_pages=2)
+    paged = PagedDrafter(draft_model, target, num_pages=5, num_positions=128)
     page_table = torch.tensor([[4, 1], [0, 2]], dtype=torch.int32)
     last = []
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_the_paged_drafter_drafts_what_the_drafter_drafts() -> None:
 
 def test_nothing_is_written_where_the_slot_is_negative() -> None:
     target = toy_target()
-    paged = PagedTarget(target, num_pages=2, max_pages=2)
+    paged = PagedTarget(target, num_pages=2, num_positions=128)
     places = make_places(torch.tensor([[1, 0]], dtype=torch.int32), [62], 4, [4])
     paged.forward(torch.zeros(1, 4, dtype=torch.int64), Places(places.positions, places.slots * 0 - 1, *rest(places)))
     assert all(float(layer.k_pages.abs().max()) == float(layer.v_pages.abs().max()) == 0 for layer in paged.layers)

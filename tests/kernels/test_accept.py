@@ -12,6 +12,7 @@ from torch import Tensor
 from lilicorr.blocks import Proposal, Verdict
 from lilicorr.kernels.accept import MAX_OWN, accept, accept_triton
 from lilicorr.verify import DRAW_TILE, PROPOSAL_DRAW, Sampling, draw, uniform, verify
+from test_verify import greedy_rows
 
 NUM_ROWS, NUM_SLOTS = 6, 2
 
@@ -96,7 +97,7 @@ def test_greedy_rows_and_ties(device: str):
     logits = torch.zeros(3, 3, 2 * DRAW_TILE, device=device)
     logits[:, :, [DRAW_TILE + 5, DRAW_TILE + 9, 40]] = torch.tensor([2.0, 2.0, 1.0], device=device)
     drafts = torch.tensor([[DRAW_TILE + 5] * 2, [DRAW_TILE + 9] * 2, [DRAW_TILE + 5, 40]], device=device)
-    verdict = accept_triton(Proposal(drafts), logits, Sampling.greedy(3, device))
+    verdict = accept_triton(Proposal(drafts), logits, greedy_rows(3, device))
     assert verdict.num_accepted.tolist() == [2, 0, 1]
     assert verdict.next_ids.tolist() == [DRAW_TILE + 5] * 3
 
@@ -108,7 +109,7 @@ def test_zero_slots_no_rows_and_half_precision(device: str):
     verdict = accept_triton(empty, first, sampling)
     assert_same(verdict, verify(empty, first, sampling))
     assert not verdict.num_accepted.any()
-    nobody = Sampling.greedy(0, device)
+    nobody = greedy_rows(0, device)
     assert accept_triton(Proposal(empty.token_ids[:0]), first[:0], nobody).next_ids.shape == (0,)
 
 
@@ -139,5 +140,38 @@ def test_laws_of_many_ids_have_the_reference_only(device: str, own_ids: int | No
     assert_same(accept(proposal, logits, sampling), verify(proposal, logits, sampling))
     with pytest.raises(AssertionError, match="no kernel for a law of"):
         accept_triton(proposal, logits, sampling)
-    greedy = Sampling.greedy(len(logits), device)  # asks for no law
+    greedy = greedy_rows(len(logits), device)  # asks for no law
     assert_same(accept_triton(proposal, logits, greedy), verify(proposal, logits, greedy))
+
+
+@pytest.mark.parametrize("vocab", [7, DRAW_TILE + 1, 3 * DRAW_TILE - 5])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_broken_rows_draw_tokens_of_the_vocabulary_and_harm_no_other(vocab: int, filtered: bool, device: str):
+    torch.manual_seed(vocab)
+    logits, sampling = make_logits(vocab, device), make_sampling(device, filtered)
+    point, sparse = Proposal(logits[:, :-1].argmax(-1)), drawn_proposal(logits, sampling, 3)
+    broken = logits.clone()
+    broken[0, :, ::2] = broken[1] = broken[3, 1, vocab - 1] = math.nan
+    broken[2, 0, 3] = math.inf
+    for proposal in (point, sparse):
+        expected, verdict = verify(proposal, logits, sampling), accept_triton(proposal, broken, sampling)
+        assert ((verdict.next_ids >= 0) & (verdict.next_ids < vocab)).all()
+        assert ((verdict.num_accepted >= 0) & (verdict.num_accepted <= NUM_SLOTS)).all()
+        for found in (verdict, verify(proposal, broken, sampling)):
+            rows = [4, 5]
+            assert_same(
+                Verdict(found.num_accepted[rows], found.next_ids[rows]),
+                Verdict(expected.num_accepted[rows], expected.next_ids[rows]),
+            )
+
+
+def test_nothing_of_a_law_that_is_nan_is_accepted(device: str):
+    logits, sampling = make_logits(40, device), make_sampling(device)
+    proposal = drawn_proposal(logits, sampling, 4)
+    proposal = replace(proposal, probs=proposal.probs * math.nan)
+    nobody = Proposal(proposal.token_ids[:, :0])
+    drawn = sampling.temperature > 0
+    for version in (accept_triton, verify):
+        verdict = version(proposal, logits, sampling)
+        assert not verdict.num_accepted[drawn].any()
+        assert torch.equal(verdict.next_ids[drawn], verify(nobody, logits[:, :1], sampling).next_ids[drawn])

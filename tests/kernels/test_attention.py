@@ -135,6 +135,24 @@ def test_with_and_without_splits_and_empty_tables(min_programs: int, device: str
     assert paged_attention_triton(queries[:0], *pages[:2], pages[2][:0], pages[3][:0], True).shape == (0, 2, 1, 32)
 
 
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_a_position_has_the_same_bits_at_every_length(splits: int, device: str, monkeypatch: pytest.MonkeyPatch):
+    """What stands behind a query in its block, and how far the row's pages go, may not change its sums."""
+    monkeypatch.setattr(attention, "MIN_PROGRAMS", 16 * splits)
+    monkeypatch.setattr(attention, "MAX_SPLITS", splits)
+    num_queries, position = 70, 4 * PAGE - 2  # the next queries reach the fifth and the sixth page
+    k_pages, v_pages, table, _ = (x.to(device) for x in make_pages([6 * PAGE], 1, 32, 6))
+    query = torch.randn(32, generator=torch.Generator().manual_seed(6)).to(device)
+    found = []
+    for place, behind in ((0, 0), (0, 2), (3, 0), (3, 40), (0, 69), (1, 66)):
+        queries = torch.zeros(1, num_queries, 1, 32, device=device)
+        queries[0, place] = query
+        lengths, real = (torch.tensor([count], device=device) for count in (position + 1 + behind, place + behind + 1))
+        mixed = paged_attention_triton(queries, k_pages, v_pages, table, lengths, True, real)
+        found.append(mixed[0, place])
+    assert all(torch.equal(one, found[0]) for one in found) and found[0].isfinite().all()
+
+
 def test_half_precision(device: str, half: torch.dtype):
     pages = [x.to(device) for x in make_pages([100, 20], 2, 64, 2, half)]
     queries = torch.randn(2, 16, 4, 64, generator=torch.Generator().manual_seed(5)).to(device, half)
