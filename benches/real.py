@@ -214,7 +214,7 @@ def trained(run: Run, name: str) -> list[Row]:
 
 def measured(run: Run) -> list[Row]:
     """Held-out tau and speed of every system with intervals, one prompt after the other through the engine."""
-    evaluate.run(run.config, EngineSystem)
+    evaluate.measure(run.config, EngineSystem)
     results = json.loads((run.config.directory / "evaluate" / "results.json").read_text(encoding="utf-8"))
     fields = ("tau", "tokens_per_s", "speedup", "tau_gain_over_dflash")
     names = [name for field in fields for name in (field, f"{field}_ci95")]

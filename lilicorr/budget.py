@@ -7,6 +7,7 @@ that is recomputed. Paper: Table 4 (sizes of a step).
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from typing import Any
@@ -62,28 +63,52 @@ def _key(tensor: Tensor) -> int:
 
 
 def step_budget(
-    config: TrainConfig, run: RunConfig, target_config: Any, target_dtype: torch.dtype, length: int, num_blocks: int
+    config: TrainConfig,
+    run: RunConfig,
+    target_config: Any,
+    target_dtype: torch.dtype,
+    length: int,
+    num_blocks: int,
+    num_rows: int,
 ) -> dict[str, dict[str, float]]:
-    """Bytes by part that a worker holds in a micro-batch, and operations by part, those that recompute included.
+    """Bytes by part that a worker holds in a step, and operations by part of each of its rows.
 
-    A micro-batch is one row of `length` tokens and `num_blocks` blocks; `target_config` is the target's from
-    transformers. Returns `bytes` and `operations`. The target's pass follows from its sizes, the rest is counted.
+    The step is `num_rows` rows of `length` tokens and `num_blocks` blocks, `config.micro_batch_size` at a time;
+    `target_config` is the target's from transformers. Every micro-batch's captured states are held until the backward
+    pass. On GPUs only the last one's activations are, and what was done for the others is done again, as
+    `Trainer.recompute` has it; on CPUs all are. Returns `bytes` and `operations`. The target's pass follows from its
+    sizes, the rest is counted.
     """
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(target_config, dtype=target_dtype)
     matrices = sum(p.numel() for p in target.base_model.layers.parameters() if p.dim() == 2)
     attention = 2 * length * length * target_config.num_hidden_layers * _attention_width(target_config)
     size, layers = target_dtype.itemsize, config.drafter.num_captured_layers or config.drafter.num_layers
-    numbers = _draft_model_budget(config, run, target_config, target_dtype, length, num_blocks)
-    states = size * length * target_config.hidden_size
+    together = min(config.micro_batch_size, num_rows)
+    num_batches = math.ceil(num_rows / together)
+    recompute = config.gpus_per_worker > 0
+    counted = _micro_batch_budget(config, run, target_config, target_dtype, length, num_blocks, together)
+    weights, forward, loss = counted["weights"], counted["forward"] / together, counted["loss"] / together
+    states = size * together * length * target_config.hidden_size
+    intermediate = target_config.intermediate_size
     return {
         "bytes": {
             "target's weights": size * sum(p.numel() for p in target.parameters()),
-            "target's pass over a row": 2 * states + 2 * size * length * target_config.intermediate_size,
-            "captured and final states": (layers + 1) * states,
-            **numbers["bytes"],
+            "target's pass over a micro-batch": 2 * (states + size * together * length * intermediate),
+            "captured and final states": num_batches * (layers + 1) * states,
+            "trained weights, fp32": WIDE * weights,
+            "their gradient": WIDE * weights,
+            "AdamW's moments": MOMENTS * weights,
+            "bf16 copies of the weights": counted["copies"],
+            "activations of the drafter": counted["activations"] * (1 if recompute else num_batches),
+            "loss and backward pass": counted["backward_bytes"],
         },
-        "operations": {"target": 2 * length * matrices + attention, **numbers["operations"]},
+        "operations": {
+            "target": 2 * length * matrices + attention,
+            "drafter forward": forward,
+            "loss and backward": loss + counted["backward"] / together,
+            "micro-batches done again": (forward + loss) * (num_batches - 1) / num_batches if recompute else 0.0,
+        },
     }
 
 
@@ -93,10 +118,16 @@ def _attention_width(target_config: Any) -> int:
     return heads * (head_dim or target_config.hidden_size // heads)
 
 
-def _draft_model_budget(
-    config: TrainConfig, run: RunConfig, target_config: Any, target_dtype: torch.dtype, length: int, num_blocks: int
-) -> dict[str, dict[str, float]]:
-    """The draft model's part of `step_budget`."""
+def _micro_batch_budget(
+    config: TrainConfig,
+    run: RunConfig,
+    target_config: Any,
+    target_dtype: torch.dtype,
+    length: int,
+    num_blocks: int,
+    num_rows: int,
+) -> dict[str, float]:
+    """The draft model's weights, and bytes and operations of one micro-batch of `num_rows` rows, which are counted."""
     with FakeTensorMode():
         table = (target_config.vocab_size, target_config.hidden_size)
         embed, lm_head = torch.empty(table, dtype=target_dtype), torch.empty(table, dtype=target_dtype)
@@ -105,36 +136,36 @@ def _draft_model_budget(
         model = DraftModel(shape, spec, run.head, run.head_config, embed, lm_head)
         num_weights = sum(p.numel() for p in model.parameters())
         batch = TrainBatch(
-            torch.zeros(1, length, dtype=torch.int64),
-            torch.ones(1, length, dtype=torch.bool),
-            torch.full((1,), length),
-            torch.zeros(1, dtype=torch.int64),
+            torch.zeros(num_rows, length, dtype=torch.int64),
+            torch.ones(num_rows, length, dtype=torch.bool),
+            torch.full((num_rows,), length),
+            torch.zeros(num_rows, dtype=torch.int64),
         )
-        features = torch.empty(1, length, shape.num_captured_layers * shape.hidden_size, dtype=target_dtype)
-        final_hidden = torch.empty(1, length, shape.hidden_size, dtype=target_dtype)
-        anchors = torch.zeros(1, num_blocks, dtype=torch.int64)
-        rows = torch.zeros(num_blocks, dtype=torch.int64)
+        width = shape.num_captured_layers * shape.hidden_size
+        features = torch.empty(num_rows, length, width, dtype=target_dtype)
+        final_hidden = torch.empty(num_rows, length, shape.hidden_size, dtype=target_dtype)
+        anchors = torch.zeros(num_rows, num_blocks, dtype=torch.int64)
+        rows = torch.arange(num_rows).repeat_interleave(num_blocks)
         half = config.precision == "bfloat16"
         with PeakMemory() as memory, FlopCounterMode(display=False) as flops, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Mismatch dtype")  # a CPU's fused norm, and there is no CPU here
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
                 context, hidden = model.block_states(features, batch, anchors)
                 kept, forward = memory.alive, flops.get_total_flops()
-                blocks = (hidden[0], rows, anchors[0])
+                blocks = (hidden.flatten(0, 1), rows, anchors.flatten())
                 terms = model.block_terms(*blocks, context, final_hidden, batch, 1.0, config.chunk_blocks)
                 loss = total_loss(terms)
+            with_loss = flops.get_total_flops()
             for parameter in model.parameters():  # the trainer adds them to one buffer as they come
                 parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
             loss.backward()
         copies = 2 * num_weights if half else 0
         return {
-            "bytes": {
-                "trained weights, fp32": WIDE * num_weights,
-                "their gradient": WIDE * num_weights,
-                "AdamW's moments": MOMENTS * num_weights,
-                "bf16 copies of the weights": copies,
-                "activations of the drafter": kept - copies,
-                "loss and backward pass": memory.peak - kept,
-            },
-            "operations": {"drafter forward": forward, "loss and backward": flops.get_total_flops() - forward},
+            "weights": num_weights,
+            "copies": copies,
+            "activations": kept - copies,
+            "backward_bytes": memory.peak - kept,
+            "forward": forward,
+            "loss": with_loss - forward,
+            "backward": flops.get_total_flops() - with_loss,
         }

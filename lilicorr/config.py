@@ -9,6 +9,7 @@ Paper: Table 4 gives the defaults of the drafter, the head and the training run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -19,10 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
+from lilicorr.values import at_least, parse_yaml, unknown_profile
 
 Config = TypeVar("Config")
 BUILT_IN = ("embedded", "random", "smollm2")  # targets that the package has or makes
+EMBEDDED = Path(__file__).parent / "embedded"  # the folder of the one it has
 TARGET_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -57,11 +59,15 @@ class PromptConfig:
     """Where conversations come from. `source` is `stdlib`, `packages`, `nemotron_v2`, or a parquet/JSONL path."""
 
     source: str = "stdlib"
-    data_dir: str | None = None  # nemotron_v2: a local folder of stem-*.parquet ...; None: the gated hub data set
+    data_dir: str | None = None  # nemotron_v2: its files, stem-*.parquet ...; packages: theirs, None is the cache
     max_conversations: int | None = None  # lowest content hash first, kept in the source's category ratio
     max_chars: int | None = None  # drop (and count) longer conversations
     held_out_fraction: float = 0.02  # split off by content hash before anything else
     max_held_out: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "max_conversations", "max_chars")
+        at_least(self, 0, "max_held_out")
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,10 @@ class RegenerateConfig:
     cpus_per_actor: float = 1.0
     max_attempts: int = 3  # of a shard whose engine dies, until its conversations are made one by one
     max_dead_fraction: float = 0.001
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "max_new_tokens", "max_model_len", "batch_size", "shard_size", "num_actors", "max_attempts")
+        at_least(self, 0, "gpus_per_actor", "cpus_per_actor", "max_dead_fraction")
 
 
 @dataclass(frozen=True)
@@ -182,7 +192,16 @@ class TrainConfig:
     tracking_project: str = "lilicorr"  # MLflow's experiment, the project of Weights & Biases
     num_workers: int = 1
     gpus_per_worker: float = 1.0
-    max_failures: int = 3
+    max_failures: int = 3  # -1: any number
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "batch_size", "micro_batch_size", "max_anchors", "chunk_blocks", "num_workers")
+        at_least(self, 1, "checkpoint_steps", "keep_checkpoints", "log_steps", "eval_steps")
+        at_least(self, 2, "max_length")
+        at_least(self, 0, "drafter_lr", "head_lr", "drafter_weight_decay", "head_weight_decay", "gpus_per_worker")
+        at_least(self, -1, "max_failures")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be above 0, got {self.max_grad_norm}")
 
 
 @dataclass(frozen=True)
@@ -199,6 +218,10 @@ class EvaluateConfig:
     sampled_seeds: tuple[int, ...] = ()  # also decode at `sampled_temperature` with each of these; paper: 42, 43, 44
     sampled_temperature: float = 1.0
     yarn: YarnConfig | None = None  # of every drafter
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "max_prompts", "max_new_tokens", "bootstrap_samples")
+        at_least(self, 0, "temperature", "sampled_temperature")
 
 
 @dataclass(frozen=True)
@@ -231,12 +254,8 @@ class EngineConfig:
     verify_costs: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "prefill_tokens", "idle_prefill_tokens", "deterministic_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_model_len", "num_pages"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1 or null, got {getattr(self, name)}")
+        at_least(self, 1, "max_running", "prefill_tokens", "idle_prefill_tokens", "deterministic_width")
+        at_least(self, 1, "max_model_len", "num_pages")
         if self.steps_behind not in (None, 0, 1):
             raise ValueError(f"steps_behind must be 0, 1 or null, got {self.steps_behind}")
         if self.num_pages is not None and self.kv_gib is not None:
@@ -263,6 +282,12 @@ class DeployConfig:
     max_model_len: int | None = None
     yarn: YarnConfig | None = None
 
+    def __post_init__(self) -> None:
+        at_least(self, 1, "port", "num_replicas", "max_model_len")
+        at_least(self, 0, "gpus_per_replica")
+        if self.port > 65_535:
+            raise ValueError(f"port must be at most 65535, got {self.port}")
+
 
 @dataclass(frozen=True)
 class PipelineConfig:
@@ -286,8 +311,8 @@ class PipelineConfig:
 def from_dict(kind: type[Config], values: dict[str, Any], where: str = "") -> Config:
     """Build the dataclass `kind` from nested `values`.
 
-    Raises ValueError that names the full key and the nearest known one for an unknown key, and the
-    expected type for a value that does not fit.
+    Raises ValueError that names the full key, and the nearest known one for an unknown key, the expected type or
+    the limit for a value that does not fit.
     """
     if not isinstance(values, dict):
         raise ValueError(f"{where or 'config'} must be a mapping, got {values!r}")
@@ -296,11 +321,15 @@ def from_dict(kind: type[Config], values: dict[str, Any], where: str = "") -> Co
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)
             raise ValueError(f"unknown key {where}{key}; did you mean {where}{near[0]}?")
-    return kind(**{key: _convert(hints[key], value, f"{where}{key}") for key, value in values.items()})
+    fields = {key: _convert(hints[key], value, f"{where}{key}") for key, value in values.items()}
+    try:
+        return kind(**fields)
+    except ValueError as error:  # of the dataclass itself, which does not know where it stands
+        raise ValueError(f"{where}{error}") from error
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
-    """`value` as the annotated type `kind`; the only coercions are int to float and list to tuple."""
+    """`value` as the annotated type `kind`; the only coercions are to float (1, "1e-4") and list to tuple."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in arguments:
@@ -314,6 +343,9 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         return tuple(_convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-4, which has no point, as a text
+        with contextlib.suppress(ValueError):  # another text fails below
+            return float(value)
     expected = origin or kind
     if kind is not Any and (not isinstance(value, expected) or (isinstance(value, bool) and kind is not bool)):
         raise ValueError(f"{where} must be {getattr(expected, '__name__', expected)}, got {value!r}")
@@ -344,7 +376,7 @@ def with_overrides(config: Config, overrides: list[str]) -> Config:
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
                 raise ValueError(f"{path}: {key} is not a section")
-        node[keys[-1]] = _yaml(text, override)
+        node[keys[-1]] = parse_yaml(text, override)
     return from_dict(type(config), values)
 
 
@@ -357,29 +389,9 @@ def load_profile(name: str, folder: Path, overrides: list[str] | None = None) ->
     own = name.endswith((".yaml", ".yml"))
     path = Path(name) if own else folder / f"{name}.yaml"
     if not path.is_file():
-        raise ValueError(_unknown_profile(path, folder, own))
-    values = _yaml(path.read_text(encoding="utf-8"), str(path)) or {}
+        raise ValueError(unknown_profile(path, folder, own))
+    values = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be a mapping, got {values!r:.60}")
     config = from_dict(PipelineConfig, {"profile": path.stem, **values})
     return with_overrides(config, overrides or [])
-
-
-def _unknown_profile(path: Path, folder: Path, own: bool) -> str:
-    """What to say where the profile `path` is missing: names of `folder`, and of files beside it that resemble it."""
-    known = sorted(p.stem for p in folder.glob("*.yaml"))
-    beside = {str(p): p.stem for end in ("yaml", "yml") for p in path.parent.glob(f"*.{end}")} if own else {}
-    near = difflib.get_close_matches(path.stem, [*known, *beside.values()], n=3)
-    names = [*(name for name in known if name in near), *(file for file, stem in beside.items() if stem in near)]
-    guess = f"; did you mean {' or '.join(names)}?" if names else ""
-    missing = f"no profile file {path}" if own else f"no profile {path.stem!r} in {folder}"
-    return f"{missing}{guess} (known profiles: {', '.join(known)})"
-
-
-def _yaml(text: str, where: str) -> Any:
-    """The value of a YAML text; ValueError in one line where it is none."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        place = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
-        raise ValueError(f"{where} is not YAML: {error.problem} in {place}") from error

@@ -55,6 +55,7 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def unfinished(parent: Path) -> list[Path]:
-    """Folders under `parent` that a killed process left unfinished."""
-    return sorted(child for child in parent.glob(f"*{ASIDE}*") if child.is_dir()) if parent.is_dir() else []
+def remove_unfinished(parent: Path) -> None:
+    """Delete the folders under `parent` that a killed process left unfinished; nobody may be writing there."""
+    for leftover in sorted(child for child in parent.glob(f"*{ASIDE}*") if child.is_dir()):
+        shutil.rmtree(leftover)

@@ -38,6 +38,7 @@ from lilicorr.rows import corpus_files, iter_rows
 
 logger = logging.getLogger(__name__)
 
+NAMED_SOURCES = ("stdlib", "packages", "nemotron_v2")  # any other source is a path
 NEMOTRON_SPLITS = ("stem", "chat", "math", "code")  # 1,397,187 rows: the paper's corpus
 NEMOTRON_REVISION = "Nemotron-Post-Training-Dataset-v2"
 ROLES = {
@@ -288,12 +289,14 @@ def _stdlib_rows() -> Iterator[tuple[Mapping[str, Any], bool]]:
             yield row, held_out
 
 
-def check_source(config: PromptConfig) -> None:
-    """Raise ValueError if the source's files are not where the config says; no row is read."""
+def source_files(config: PromptConfig) -> list[Path]:
+    """The user's own files that the rows come from; none where Python or pinned packages bring them.
+
+    Raises ValueError if they are not where the config says; no row is read.
+    """
     if config.source == "nemotron_v2":
-        _nemotron_files(config.data_dir)
-    elif config.source not in ("stdlib", "packages"):
-        corpus_files(Path(config.source).expanduser())
+        return _nemotron_files(config.data_dir)
+    return [] if config.source in NAMED_SOURCES else corpus_files(Path(config.source).expanduser())
 
 
 def _nemotron_files(data_dir: str | None) -> list[Path]:

@@ -12,21 +12,32 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.cache_utils import Cache, DynamicLayer
 
 from lilicorr.blocks import wide
-from lilicorr.config import TARGET_DTYPES, TargetConfig, check_target
+from lilicorr.config import EMBEDDED, TARGET_DTYPES, TargetConfig, check_target
 from lilicorr.wheels import cache_dir
 
 # Fields that change logits behind lm_head, and their values that do not
 LOGIT_FIELDS = {"final_logit_softcapping": (0,), "logit_scale": (1,), "logits_scaling": (1,)}
 DTYPES = {name: getattr(torch, name) for name in TARGET_DTYPES}
+_SIZES = dict(num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151_936)
+PUBLIC = {  # config.json of the paper's targets, for a machine that cannot reach them
+    "Qwen/Qwen3-8B": dict(hidden_size=4096, intermediate_size=12_288, tie_word_embeddings=False, **_SIZES),
+    "Qwen/Qwen3-4B": dict(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True, **_SIZES),
+}
 
 
 @dataclass(frozen=True)
@@ -234,7 +245,7 @@ def resolve_target(config: TargetConfig) -> str:
     Raises ValueError as `check_target` does.
     """
     if config.source == "embedded":
-        return str(Path(__file__).parent / "embedded")
+        return str(EMBEDDED)
     if config.source == "random":
         from lilicorr.tiny import RANDOM, tiny_target_folder
 
@@ -245,6 +256,19 @@ def resolve_target(config: TargetConfig) -> str:
         return str(smollm2_folder(cache_dir()))
     check_target(config)
     return str(config.path or config.source)
+
+
+def model_config(config: TargetConfig) -> PretrainedConfig:
+    """The target's own config of transformers, without its weights.
+
+    Raises ValueError as `resolve_target` does, and where there is no such model or no way to it.
+    """
+    name = resolve_target(config)
+    try:
+        return AutoConfig.from_pretrained(name, revision=config.revision).get_text_config()
+    except OSError as error:  # of transformers, whose text names the hub and its own ways out
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"target.source {config.source!r} is neither a folder nor a model: {reason}") from error
 
 
 def resolve_mask_token(config: TargetConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> int:

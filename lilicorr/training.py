@@ -41,7 +41,7 @@ from lilicorr.config import RunConfig, TrainConfig, fingerprint
 from lilicorr.corpus import Sampler, TrainingSet, split_rows
 from lilicorr.draft_model import DraftModel
 from lilicorr.features import FeatureSource
-from lilicorr.folder import new_folder, unfinished
+from lilicorr.folder import new_folder, remove_unfinished
 from lilicorr.losses import total_loss
 from lilicorr.target import Target
 
@@ -343,7 +343,22 @@ def checkpoints(parent: Path) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
+def newest_checkpoint(parent: Path, device: torch.device) -> Path | None:
+    """The newest complete state under `parent` that rank 0 finds, on every rank; None if it finds none.
+
+    A rank's own listing of a shared file system may be some seconds old, and ranks must not go on from different steps.
+    """
+    states = checkpoints(parent)
+    if not dist.is_initialized():
+        return states[-1] if states else None
+    step = int(states[-1].name.removeprefix("step_")) if states else -1
+    chosen = torch.tensor(step, device=device)
+    dist.broadcast(chosen, 0)
+    return None if int(chosen) < 0 else checkpoint_folder(parent, int(chosen))
+
+
 def prune_checkpoints(parent: Path, keep: int) -> None:
     """Delete all but the newest `keep` states, and what killed processes left unfinished."""
-    for folder in [*checkpoints(parent)[: -max(1, keep)], *unfinished(parent)]:
+    for folder in checkpoints(parent)[: -max(1, keep)]:
         shutil.rmtree(folder)
+    remove_unfinished(parent)

@@ -2,12 +2,13 @@
 
 Place in the flow: every command does its work inside `one_line_errors`, and what Ray runs in another process does it
 inside `sent_home`. Foreseen is what this repository raises itself with a message (ValueError for what a user set,
-RuntimeError for what the world refused) and what the system says of a path. The same class raised by a library, or by
-an operation of Python, is a fault.
+RuntimeError for what the world refused) and what the system says of a path or of a disk that takes no more. The same
+class raised by a library, or by an operation of Python, is a fault.
 """
 
 from __future__ import annotations
 
+import errno
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from pipelines.lock import LockedError
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = tuple(ROOT / name for name in ("lilicorr", "pipelines", "serve_app"))
 OF_PATHS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over its quota, read-only; they have no class of their own
 
 
 class UserError(ValueError):
@@ -34,7 +36,8 @@ def explain(error: BaseException) -> str | None:
     sent = IN_TEXT.search(str(error))
     if sent:
         return sent[1]
-    if isinstance(error, OF_PATHS):  # Arrow's name the file in the text
+    if isinstance(error, OF_PATHS) or (isinstance(error, OSError) and error.errno in OF_DISKS):
+        # Arrow's name the file in the text
         return f"{error.strerror}: {error.filename}" if error.filename is not None else str(error)
     foreseen = isinstance(error, (ValueError, OSError, LockedError)) or type(error) is RuntimeError
     return str(error) if foreseen and _raised_here(error) else None

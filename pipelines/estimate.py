@@ -2,11 +2,11 @@
 
     python pipelines/train.py --estimate --profile paper_8b [--rows N --length T] [--utilisation 0.4]
 
-Memory is that of the longest row, counted by `lilicorr/budget.py` on tensors without values: it needs neither a GPU
-nor weights. Operations are counted in the same way on a row of mean length. Rows and their mean length are those of
-the training set where there is one; before that they are stated, by the options or for the paper's corpus here.
-Hours follow from the share of the card's bf16 arithmetic that is used, which is stated too: `benches/train_step.py`
-measures it.
+Memory is that of a worker's rows of a step, all as long as a row may be, counted by `lilicorr/budget.py` on tensors
+without values: it needs neither a GPU nor weights. Operations are counted in the same way on rows of mean length. Rows
+and their mean length are those of the training set where there is one; before that they are stated, by the options or
+for the paper's corpus here. Hours follow from the share of the card's bf16 arithmetic that is used, which is stated
+too: `benches/train_step.py` measures it.
 
 Place in the flow: beside the stages; writes nothing. Paper: section 4.1, Table 4.
 """
@@ -14,20 +14,22 @@ Place in the flow: beside the stages; writes nothing. Paper: section 4.1, Table 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, Qwen3Config
+from transformers import PretrainedConfig, Qwen3Config
 
 from lilicorr.budget import step_budget
-from lilicorr.config import PipelineConfig, TargetConfig
+from lilicorr.config import PipelineConfig, TargetConfig, TrainConfig
 from lilicorr.corpus import Sampler
-from lilicorr.target import DTYPES, resolve_target
+from lilicorr.target import DTYPES, PUBLIC, model_config
 from lilicorr.training import num_steps
 from pipelines import stage
+from pipelines.errors import one_line_errors
 
 GB, TERA = 1e9, 1e12
 H100_OPERATIONS = 989e12  # bf16 operations a second, of the maker's data sheet
@@ -35,11 +37,6 @@ UTILISATION = 0.4  # stated: of these, what public block-diffusion trainers reac
 NEMOTRON_ROWS, NEMOTRON_LENGTH = 1_397_187, 1000  # stated: tokens of a row, as a public count of such answers suggests
 ANSWER_SHARE = 0.75  # stated: of a row's tokens
 TOKENS_PER_S = 10_000  # stated: answers of an 8B target on one H100, with full batches
-_SIZES = dict(num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151_936)
-PUBLIC = {  # config.json of the paper's targets, for a machine that cannot reach them
-    "Qwen/Qwen3-8B": dict(hidden_size=4096, intermediate_size=12_288, tie_word_embeddings=False, **_SIZES),
-    "Qwen/Qwen3-4B": dict(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True, **_SIZES),
-}
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ def target_config(config: TargetConfig) -> PretrainedConfig:
     """The target's config of transformers; of the paper's targets without looking anywhere."""
     if config.source in PUBLIC:
         return Qwen3Config(**PUBLIC[config.source])
-    return AutoConfig.from_pretrained(resolve_target(config), revision=config.revision).get_text_config()
+    return model_config(config)
 
 
 def find_corpus(config: PipelineConfig, rows: int | None, length: float | None) -> Corpus:
@@ -71,22 +68,30 @@ def find_corpus(config: PipelineConfig, rows: int | None, length: float | None) 
         return Corpus(meta["rows"], meta["tokens"] / meta["rows"], answers, f"measured, {path}")
     if rows is None and length is None and config.prompts.source == "nemotron_v2":
         return Corpus(NEMOTRON_ROWS, NEMOTRON_LENGTH, ANSWER_SHARE * NEMOTRON_LENGTH, "stated: the paper's corpus")
-    if rows is None or length is None or rows < 1 or length < 2:
-        raise ValueError(f"there is no training set in {path.parent} yet: give --rows and --length, both or neither")
+    if rows is None and length is None:
+        raise ValueError(f"there is no training set in {path.parent} yet: give --rows and --length")
+    if rows is None or length is None:
+        raise ValueError(f"give --rows and --length, both or neither, got {rows} and {length}")
+    if rows < 1 or not length >= 2:
+        raise ValueError(f"--rows must be at least 1 and --length at least 2, got {rows} and {length:g}")
     return Corpus(rows, length, ANSWER_SHARE * length, "stated by the options")
 
 
 def estimate(config: PipelineConfig, corpus: Corpus, utilisation: float) -> dict[str, Any]:
-    """Bytes by part, operations of a mean row by part, steps and GPU-hours of every run; and of regeneration."""
+    """Bytes by part, operations of a mean row by part, steps and GPU-hours of every run; and of regeneration.
+
+    Raises ValueError for a utilisation that is no share.
+    """
     target, dtype, train = target_config(config.target), DTYPES[config.target.dtype], config.train
     if not 0 < utilisation <= 1:
         raise ValueError(f"--utilisation must be in (0, 1], got {utilisation}")
     runs = {}
     for name, run in train.runs.items():
-        most = step_budget(train, run, target, dtype, train.max_length, min(train.max_anchors, train.max_length - 1))
+        anchors = min(train.max_anchors, train.max_length - 1)
+        most = step_budget(train, run, target, dtype, train.max_length, anchors, rows_per_worker(train))
         length = min(round(corpus.mean_length), train.max_length)
         num_blocks = max(1, min(train.max_anchors, round(corpus.mean_answer) - 1))
-        mean = step_budget(train, run, target, dtype, length, num_blocks)
+        mean = step_budget(train, run, target, dtype, length, num_blocks, rows_per_worker(train))
         sampler = Sampler(corpus.num_rows, train.batch_size, train.seed)
         steps = num_steps(run, sampler)
         rows = steps * corpus.num_rows / sampler.steps_per_epoch
@@ -94,6 +99,11 @@ def estimate(config: PipelineConfig, corpus: Corpus, utilisation: float) -> dict
         runs[name] = {"bytes": most["bytes"], "operations": mean["operations"], "steps": steps, "gpu_hours": hours}
     tokens = corpus.num_rows * corpus.mean_answer
     return {"runs": runs, "regenerate_gpu_hours": tokens / TOKENS_PER_S / 3600, "regenerate_tokens": tokens}
+
+
+def rows_per_worker(config: TrainConfig) -> int:
+    """The most rows of a step that a worker gets."""
+    return math.ceil(config.batch_size / config.num_workers)
 
 
 def describe(config: PipelineConfig, corpus: Corpus, utilisation: float, found: dict[str, Any]) -> Iterator[str]:
@@ -104,14 +114,17 @@ def describe(config: PipelineConfig, corpus: Corpus, utilisation: float, found: 
     hours, tokens = found["regenerate_gpu_hours"], found["regenerate_tokens"]
     yield f"regenerate: {tokens / 1e9:.2f} billion tokens, {hours:.0f} GPU-hours at {TOKENS_PER_S} tokens/s (stated)"
     for name, run in found["runs"].items():
-        yield f"run {name}, a micro-batch of one row of {train.max_length} tokens with {train.max_anchors} anchors:"
+        yield (
+            f"run {name}, {rows_per_worker(train)} rows of {train.max_length} tokens with {train.max_anchors} anchors, "
+            f"{min(train.micro_batch_size, rows_per_worker(train))} at a time:"
+        )
         yield from (f"  {size / GB:8.2f} GB  {part}" for part, size in run["bytes"].items())
         yield f"  {sum(run['bytes'].values()) / GB:8.2f} GB  together, on every worker"
         parts = ", ".join(f"{part} {count / TERA:.1f}" for part, count in run["operations"].items())
         yield f"  {sum(run['operations'].values()) / TERA:.1f} TFLOP for a row of mean length: {parts}"
         hours, stated = run["gpu_hours"], f"{100 * utilisation:.0f} % of an H100's {H100_OPERATIONS / TERA:.0f} TFLOP/s"
         yield f"  {run['steps']} steps of {train.batch_size} rows, {hours:.0f} GPU-hours at {stated} (stated)"
-        yield f"  {hours / max(1, train.num_workers):.1f} h on {train.num_workers} workers"
+        yield f"  {hours / train.num_workers:.1f} h on {train.num_workers} workers"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -122,12 +135,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=float, help="mean tokens of a row")
     parser.add_argument("--utilisation", type=float, default=UTILISATION)
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    try:
+    if arguments.status or arguments.dry_run:
+        parser.error("--estimate starts nothing and knows no --status and no --dry-run")
+    with one_line_errors():
         config = stage.resolve_config(arguments)
         corpus = find_corpus(config, arguments.rows, arguments.length)
         with torch.random.fork_rng(devices=[]):
             found = estimate(config, corpus, arguments.utilisation)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
     for line in describe(config, corpus, arguments.utilisation, found):
         print(line)

@@ -2,7 +2,8 @@
 
 Place in the flow: reads `prepare/held_out.parquet` and `train/<run>/final`, writes `evaluate/results.json` after
 every set, the same for every seed of sampled decoding, and the plots. A killed run goes on with the first set that
-is not done.
+is not done. Where the profile trains on GPUs (`train.gpus_per_worker`) one task of the cluster does it, with as many:
+the driver may be on a node without any.
 
     python pipelines/evaluate.py --profile demo
     python pipelines/evaluate.py --profile demo --set 'evaluate.sets=[held_out, math500=/data/math500.jsonl]'
@@ -30,7 +31,7 @@ from lilicorr.acceptance import over_seeds
 from lilicorr.benchmarks import benchmark_facts, load_benchmark
 from lilicorr.chat import render_prompt
 from lilicorr.checkpoint import load_draft_model
-from lilicorr.config import EvaluateConfig, PipelineConfig, fingerprint
+from lilicorr.config import EvaluateConfig, PipelineConfig, fingerprint, from_dict, to_dict
 from lilicorr.draft_model import DraftModel
 from lilicorr.evaluate import AUTOREGRESSIVE, MakeSystem, Prompt, System, run_sets
 from lilicorr.plots import draw_plots
@@ -38,13 +39,45 @@ from lilicorr.prompts import read_conversations
 from lilicorr.provenance import provenance, sha256_tree, write_json
 from lilicorr.tables import stale
 from lilicorr.target import Target, default_layer_ids, load_target
+from pipelines import local
+from pipelines.errors import sent_home
 from pipelines.inputs import HELD_OUT
 from pipelines.stage import VERSIONS
 
 logger = logging.getLogger(__name__)
 
 
-def run(config: PipelineConfig, make_system: MakeSystem = System) -> dict[str, Any]:
+def run(config: PipelineConfig) -> dict[str, Any]:
+    """`measure`, on a GPU of the cluster if the profile trains on GPUs, else in this process."""
+    num_gpus = config.train.gpus_per_worker
+    return measure_on_cluster(config, num_gpus) if num_gpus else measure(config)
+
+
+def measure_on_cluster(config: PipelineConfig, num_gpus: float) -> dict[str, Any]:
+    """`measure` in one task; it reads and writes the run directory, so that after a kill another one goes on.
+
+    Raises ValueError if the cluster has no such node, and what `measure` raises.
+    """
+    config = replace(config, run_dir=str(Path(config.run_dir).resolve()))
+    local.connect(config.directory)
+    import ray
+
+    resources = {"CPU": 1.0} | ({"GPU": num_gpus} if num_gpus else {})
+    local.check_resources(1, "evaluation", resources, "train.gpus_per_worker")
+    logger.info("one task with %s", resources)
+    task = ray.remote(num_cpus=1, num_gpus=num_gpus)(measure_in_task)
+    return ray.get(task.remote(to_dict(config), sys.argv))
+
+
+def measure_in_task(settings: dict[str, Any], argv: list[str]) -> dict[str, Any]:
+    """What Ray runs: `measure`, its progress on the driver's terminal; `argv` is the command that results name."""
+    sys.argv = argv
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    with sent_home():
+        return measure(from_dict(PipelineConfig, settings))
+
+
+def measure(config: PipelineConfig, make_system: MakeSystem = System) -> dict[str, Any]:
     """Evaluate every system of the profile on every set; returns tau by system and set.
 
     With `evaluate.sampled_seeds` all systems are decoded once more for each seed, at `sampled_temperature`:

@@ -51,7 +51,7 @@ def endpoint_problem(config: PipelineConfig) -> str | None:
     try:
         with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_S) as response:
             served = json.load(response)["data"][0]["fingerprint"]
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
         return f"the endpoint does not answer at {url}: {error!r}"
     if served != endpoint["version"]:
         return f"something else is served at {endpoint['url']} now"
@@ -85,7 +85,8 @@ def endpoint_report(config: PipelineConfig) -> str:
 
 def _stage(name: str, fields: tuple[str, ...], **more: Any) -> Stage:
     """The stage of `pipelines/<name>.py` in its present version."""
-    return Stage(name, lazily(name), fields, version=VERSIONS[name], check=getattr(inputs, name), **more)
+    hooks = {"check": getattr(inputs, name), "sources": inputs.SOURCES.get(name)}
+    return Stage(name, lazily(name), fields, version=VERSIONS[name], **hooks, **more)
 
 
 STAGES = (

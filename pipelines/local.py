@@ -1,7 +1,7 @@
 """A Ray head on this machine for `make demo`, and the connection every stage makes to a Ray cluster.
 
 Place in the flow: `make demo` = `python pipelines/local.py demo --profile P`: start a head bound to the
-loopback interface, or use ours that runs already, submit `pipelines/full.py` as a job, follow it. `make
+loopback interface, or use ours that runs already, and give `pipelines/full.py` to it as a job (`job.py`). `make
 demo-stop` ends the processes that were started here and no others (`ray stop` would end everybody's).
 
     python pipelines/local.py start | demo [options of full.py] | status | env | stop
@@ -14,8 +14,9 @@ jobs, the dashboard and the Serve API ask for. The endpoint itself needs no toke
 from __future__ import annotations
 
 import argparse
-import asyncio
 import atexit
+import contextlib
+import fcntl
 import json
 import os
 import random
@@ -30,14 +31,14 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lilicorr.provenance import COMMIT_VARIABLE, source_version, write_json
+from lilicorr.provenance import write_json
 from pipelines.errors import one_line_errors
 from pipelines.lock import process_start
 
@@ -47,8 +48,8 @@ MIN_CPUS = 4  # logical: Serve, a trainer, its worker and an actor have to fit o
 OBJECT_STORE_BYTES = 500_000_000
 SERVE_PORT = 8000  # of Ray Serve and of the profiles
 START_TIMEOUT_S = 180.0
+ANSWER_POLL_S = 0.5
 STOP_TIMEOUT_S = 10.0
-EXCLUDED = (".venv", ".venv-vllm", "runs", ".git", "build", "__pycache__", "*.egg-info")
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -83,11 +84,12 @@ def set_environment(run_directory: Path) -> None:
 def connect(run_directory: Path) -> None:
     """Connect this process to Ray, once: to RAY_ADDRESS, else to our running head, else to an own instance.
 
-    The own instance lives as long as this process. `run_directory` is `<run dir>/<profile>`.
+    The own instance lives as long as this process. `run_directory` is `<run dir>/<profile>`. A head that is alive and
+    busy is waited for, as in `start`.
     """
     set_environment(run_directory)
     folder = run_directory.parent / ".ray"
-    head = None if "RAY_ADDRESS" in os.environ else read_head(folder)
+    head = None if "RAY_ADDRESS" in os.environ else living_head(folder)
     if head is not None:
         os.environ.update(environment(folder))  # this head wants its token, whatever the user's mode is
     import ray
@@ -168,12 +170,29 @@ def is_free(port: int) -> bool:
 
 
 def read_head(folder: Path) -> dict[str, Any] | None:
-    """The record of our head if it is running and answers, else None."""
+    """The record of our head while its process lives, else None."""
     path = folder / "head.json"
     if not path.is_file():
         return None
     head = json.loads(path.read_text(encoding="utf-8"))
-    return head if is_alive(head["process"]) and answers(head["dashboard"], folder) else None
+    return head if is_alive(head["process"]) else None
+
+
+def living_head(folder: Path) -> dict[str, Any] | None:
+    """The record of our head as soon as it answers, None if its process is gone; it may be coming up, or busy.
+
+    Raises RuntimeError if it lives and does not answer within START_TIMEOUT_S.
+    """
+    head, deadline = read_head(folder), time.monotonic() + START_TIMEOUT_S
+    while head is not None and not answers(head["dashboard"], folder):
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"the Ray head of {folder} is alive (process {head['process']['pid']}), but {head['dashboard']} has "
+                f"not answered for {START_TIMEOUT_S:.0f} s; head.log there may say why, `make demo-stop` ends it"
+            )
+        time.sleep(ANSWER_POLL_S)
+        head = read_head(folder)
+    return head
 
 
 def serve_port(run_dir: Path, wished: int) -> int:
@@ -199,12 +218,40 @@ def answers(dashboard: str, folder: Path) -> bool:
 
 
 def start(folder: Path) -> dict[str, Any]:
-    """Start a head, or find ours running; returns its record. Raises RuntimeError if it does not come up."""
-    head = read_head(folder)
-    if head is not None:
-        print(f"using the Ray head that is running: dashboard {head['dashboard']}")
-        return head
-    stop(folder)  # what a crash may have left of an earlier head
+    """Start a head, or find ours running; returns its record once it answers.
+
+    One process at a time starts; another one waits and finds the head. Only a head whose process is gone is cleared
+    away. Raises RuntimeError if it does not come up, or is alive and does not answer.
+    """
+    with one_starter(folder):
+        head = living_head(folder)
+        if head is not None:
+            print(f"using the Ray head that is running: dashboard {head['dashboard']}")
+            return head
+        stop(folder)  # what a crash may have left of an earlier head
+        process, head = launch(folder)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not answers(head["dashboard"], folder):
+            if process.poll() is not None or time.monotonic() > deadline:
+                text = (folder / "head.log").read_text(encoding="utf-8", errors="replace")
+                stop(folder)
+                raise RuntimeError(f"the Ray head did not come up:\n{text[-4000:]}")
+            time.sleep(ANSWER_POLL_S)
+    print(f"started a Ray head: dashboard {head['dashboard']}, token in {folder / 'token'}")
+    return head
+
+
+@contextlib.contextmanager
+def one_starter(folder: Path) -> Iterator[None]:
+    """Hold the lock under which a head is started; the system frees it with the process that has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "start.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def launch(folder: Path) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
+    """Start the process of a head on free ports; returns it and its record, which is written."""
     taken: set[int] = set()
     port, dashboard_port, client_port, *agent_ports = (free_port(taken) for _ in range(7))
     temporary = tempfile.mkdtemp(prefix="lilicorr-")
@@ -230,15 +277,7 @@ def start(folder: Path) -> dict[str, Any]:
         "process": identity(process.pid),
     }
     write_json(folder / "head.json", head)
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not answers(head["dashboard"], folder):
-        if process.poll() is not None or time.monotonic() > deadline:
-            text = (folder / "head.log").read_text(encoding="utf-8", errors="replace")
-            stop(folder)
-            raise RuntimeError(f"the Ray head did not come up:\n{text[-4000:]}")
-        time.sleep(0.5)
-    print(f"started a Ray head: dashboard {head['dashboard']}, token in {folder / 'token'}")
-    return head
+    return process, head
 
 
 def identity(pid: int) -> dict[str, int | None]:
@@ -298,63 +337,6 @@ def is_alive(process: dict[str, int | None]) -> bool:
     return process["started"] is not None and process_start(process["pid"]) == process["started"]
 
 
-def demo(folder: Path, arguments: list[str]) -> int:
-    """Submit `pipelines/full.py` with `arguments` to our head, follow it; returns 0 if the job succeeded.
-
-    Options that the job would refuse are refused before a head is started.
-    """
-    from pipelines import full  # which imports this module
-
-    full.check_options(arguments)
-    head = start(folder)
-    os.environ.update(environment(folder))
-    os.environ.pop("RAY_ADDRESS", None)
-    job = f"lilicorr-{uuid.uuid4().hex[:8]}"
-    commit, dirty = source_version(ROOT)
-    variables = {"COLUMNS": "120", "PYTHONUNBUFFERED": "1", "LILICORR_JOB": job, "RAY_ADDRESS": head["address"]}
-    if commit:
-        variables[COMMIT_VARIABLE] = f"{commit}+dirty" if dirty else commit
-    runtime = {"excludes": list(EXCLUDED), "env_vars": variables}
-    if head["serve_port"] != SERVE_PORT:
-        print(f"port {SERVE_PORT} was in use when the head started: the endpoint listens on {head['serve_port']}")
-        arguments = ["--set", f"deploy.port={head['serve_port']}", *arguments]
-    entrypoint = [sys.executable, "pipelines/full.py", *arguments]
-    ray = str(Path(sys.executable).with_name("ray"))
-    command = [ray, "job", "submit", "--address", head["dashboard"], "--working-dir", ".", "--no-wait"]
-    command += ["--submission-id", job, "--runtime-env-json", json.dumps(runtime), "--", *entrypoint]
-    print(f"$ {shlex.join(command)}", flush=True)
-    done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
-    if done.returncode != 0:
-        print(done.stdout)
-        return done.returncode
-    try:
-        status = asyncio.run(follow(head["dashboard"], job))
-    except KeyboardInterrupt:
-        print(f"\nthe job {job} goes on; `make demo` again shows its state, `make demo-stop` ends it")
-        return 130
-    print(f"job {job}: {status}; dashboard {head['dashboard']}; `make demo-stop` ends the head and its endpoint")
-    return 0 if status == "SUCCEEDED" else 1
-
-
-async def follow(dashboard: str, job: str) -> str:
-    """Print the job's log until the job has ended; returns its status."""
-    from ray.job_submission import JobSubmissionClient
-
-    client = JobSubmissionClient(dashboard)
-    printed = 0
-    while True:
-        seen = 0
-        async for text in client.tail_job_logs(job):
-            fresh = text[max(0, printed - seen) :]  # a broken connection starts again at the top
-            seen += len(text)
-            printed = max(printed, seen)
-            print(fresh, end="", flush=True)
-        status = client.get_job_status(job)
-        if status.is_terminal():
-            return status.value
-        await asyncio.sleep(1)
-
-
 def main() -> None:
     """The command line; see the module's first lines."""
     parser = argparse.ArgumentParser(description="A Ray head on this machine.")
@@ -368,11 +350,14 @@ def main() -> None:
     if options.action in ("start", "demo"):
         with one_line_errors():
             if options.action == "demo":
+                from pipelines.job import demo  # which imports this module
+
                 sys.exit(demo(folder, [*rest, "--run-dir", str(run_dir)]))
             start(folder)
     elif options.action == "status":
         head = read_head(folder)
-        print(f"running: dashboard {head['dashboard']}" if head else "not running")
+        silent = "" if head is None or answers(head["dashboard"], folder) else ", which does not answer yet"
+        print(f"running: dashboard {head['dashboard']}{silent}" if head else "not running")
     elif options.action == "env":
         head = read_head(folder)
         if head is None:

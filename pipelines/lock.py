@@ -89,11 +89,14 @@ class Lock:
 
     def _beat(self) -> None:
         while not self._stopped.wait(self.heartbeat_s):
-            if not self._is_owner():
-                logger.error("lost the lock %s to %s", self.path, describe(read_owner(self.path)))
-                os.kill(os.getpid(), signal.SIGTERM)  # not SIGINT, which Ray blocks in jobs
-                return
-            self._write()
+            try:
+                if not self._is_owner():
+                    logger.error("lost the lock %s to %s", self.path, describe(read_owner(self.path)))
+                    os.kill(os.getpid(), signal.SIGTERM)  # not SIGINT, which Ray blocks in jobs
+                    return
+                self._write()
+            except OSError as error:  # a full disk, a file system that is away: one missed beat does not end the others
+                logger.warning("no heartbeat in %s, trying again: %s", self.path, error)
 
 
 def why_dead(owner: dict[str, Any], stale_s: float = STALE_S) -> str | None:

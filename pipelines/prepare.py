@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ if __name__ == "__main__":
 
 from lilicorr import wheels
 from lilicorr.config import PipelineConfig, TargetConfig
-from lilicorr.folder import unfinished
+from lilicorr.folder import remove_unfinished
 from lilicorr.provenance import sha256_tree, write_json
 
 logger = logging.getLogger(__name__)
@@ -42,8 +41,7 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     logger.info("packages fetched: %s", ", ".join(fetched) or "none")
     target = describe_target(config.target)
     write_json(folder / "target.json", target)
-    for leftover in unfinished(folder):
-        shutil.rmtree(leftover)
+    remove_unfinished(folder)
     counts = prepare_conversations(config.prompts, folder / "prompts.parquet", folder / "held_out.parquet")
     if not counts["held_out"] and "held_out" in config.evaluate.sets:
         raise ValueError(f"no held-out prompt among {counts['rows']} rows; raise prompts.held_out_fraction")
@@ -67,22 +65,17 @@ def describe_target(config: TargetConfig) -> dict[str, Any]:
 
     No path of this machine is in it, so equal targets give equal descriptions. The weights are not loaded.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from lilicorr.chat import render_prompt
-    from lilicorr.target import resolve_mask_token, resolve_target
+    from lilicorr.target import model_config, resolve_mask_token, resolve_target
 
-    name = resolve_target(config)
-    try:
-        model = AutoConfig.from_pretrained(name, revision=config.revision).get_text_config()
-    except OSError as error:  # of transformers, whose text names the hub and its own ways out
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"target.source {config.source!r} is neither a folder nor a model: {reason}") from error
+    name, model = resolve_target(config), model_config(config)
     tokenizer = AutoTokenizer.from_pretrained(name, revision=config.revision)
     probe = render_prompt(tokenizer, PROBE, config.template_kwargs)
     return {
         "source": config.source,
-        "revision": config.revision or getattr(model, "_commit_hash", None),
+        "revision": getattr(model, "_commit_hash", None) or config.revision,  # the commit that a branch's name means
         "model_type": model.model_type,
         "num_layers": model.num_hidden_layers,
         "hidden_size": model.hidden_size,

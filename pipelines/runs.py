@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, from_dict
 from lilicorr.corpus import Sampler
@@ -21,7 +21,7 @@ from lilicorr.draft_model import DraftModel, check_blocks, run_block_spec
 from lilicorr.drafter import copy_target_layers, drafter_shape
 from lilicorr.heads import HEADS
 from lilicorr.kernels.topk_lse import MAX_CANDIDATES
-from lilicorr.target import Target, default_layer_ids, resolve_target
+from lilicorr.target import Target, default_layer_ids, model_config
 from lilicorr.tracking import check_trackers
 from lilicorr.training import check_precision, num_steps
 from pipelines.start import check_start
@@ -48,8 +48,7 @@ def check_runs(config: PipelineConfig, described: dict[str, Any]) -> None:
     for name in train.runs:
         _check_settings(train, name, before)
         before.append(name)
-    source = resolve_target(config.target)
-    target = AutoConfig.from_pretrained(source, revision=config.target.revision).get_text_config()
+    target = model_config(config.target)
     for name, run_config in train.runs.items():
         with _named(f"train.runs.{name}"):
             draft_model = _on_meta(train, run_config, target, described["mask_token_id"])

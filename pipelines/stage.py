@@ -2,8 +2,8 @@
 
 Place in the flow: `pipelines/full.py` drives `STAGES` in order; `python pipelines/<stage>.py` drives one of
 them. A finished stage leaves `<run directory>/<stage>/_SUCCESS.json`, written last. It is skipped as long as
-the part of the config it reads, the content of its upstream stages, its own version and its outputs are
-those of the marker. A stage that was interrupted goes on from its own unfinished work.
+the part of the config it reads, the content of its upstream stages and of the user's files it reads, its own version
+and its outputs are those of the marker. A stage that was interrupted goes on from its own unfinished work.
 """
 
 from __future__ import annotations
@@ -23,21 +23,19 @@ from typing import Any
 import yaml
 
 from lilicorr.config import PipelineConfig, fingerprint, load_profile, to_dict
-from lilicorr.provenance import provenance, sha256_file, visible_files, write_atomic, write_json
+from lilicorr.provenance import provenance, write_atomic, write_json
 from pipelines import local
 from pipelines.errors import one_line_errors
 from pipelines.lock import Lock, describe, read_owner, why_dead
+from pipelines.record import MARKER, changed_outputs, changed_sources, list_outputs, list_sources
 
 logger = logging.getLogger(__name__)
 
 PROFILES = Path(__file__).parent / "profiles"
-MARKER = "_SUCCESS.json"
 LOCK = "_lock.json"
-UNFINISHED = ".tmp-"  # in the name of a file or folder that its writer has not committed
 # Raised when the code of a stage makes something else of the same input. A stage has its version in the identity of
 # whatever it may go on from or keep, so that it never does so with the work of another version.
 VERSIONS = {"prepare": 2, "regenerate": 1, "train": 3, "evaluate": 3, "deploy": 1}
-VOLATILE = "checkpoints"  # folders a stage prunes itself; no part of its result
 
 Run = Callable[[PipelineConfig], dict[str, Any]]
 
@@ -52,6 +50,7 @@ class Stage:
     inputs: tuple[str, ...] = ()  # stages whose outputs it reads
     ignored: tuple[str, ...] = ()  # parts of `fields` that change how it runs, not what comes out
     version: int = 1  # see VERSIONS
+    sources: Callable[[PipelineConfig], dict[str, Path]] | None = None  # files from outside that it reads, by name
     problem: Callable[[PipelineConfig], str | None] | None = None  # why a finished stage must run again after all
     check: Callable[[PipelineConfig], list[str]] | None = None  # for what in its inputs it would fail
     report: Callable[[PipelineConfig], str] | None = None  # one more line of its status
@@ -120,7 +119,8 @@ def decide(stage: Stage, config: PipelineConfig, forced: bool = False) -> Decisi
         _changed_version(stage, marker)
         or _changed_config(relevant(stage, config), _kept(stage, marker["config"]))
         or _changed_upstream(upstream, marker["upstream"])
-        or _changed_outputs(config.directory / stage.name, marker["outputs"])
+        or changed_sources(stage.sources(config) if stage.sources else {}, marker.get("sources", []))
+        or changed_outputs(config.directory / stage.name, marker["outputs"])
         or (stage.problem(config) if stage.problem else None)
     )
     if problem:
@@ -150,26 +150,6 @@ def _changed_upstream(now: dict[str, str | None], before: dict[str, str]) -> str
     return f"upstream changed: {', '.join(names)}" if names else None
 
 
-def _changed_outputs(folder: Path, outputs: list[dict[str, Any]]) -> str | None:
-    for output in outputs:
-        path = folder / output["path"]
-        if not path.is_file():
-            return f"output missing: {output['path']}"
-        if path.stat().st_size != output["size"]:
-            return f"output changed: {output['path']} has {path.stat().st_size} bytes instead of {output['size']}"
-    return None
-
-
-def list_outputs(folder: Path) -> list[dict[str, Any]]:
-    """Relative path, size and sha256 of every committed file of a stage, sorted by path."""
-    outputs = []
-    for path in sorted(visible_files(folder)):
-        parts = path.relative_to(folder).parts
-        if parts != (MARKER,) and VOLATILE not in parts and not any(UNFINISHED in part for part in parts):
-            outputs.append({"path": "/".join(parts), "size": path.stat().st_size, "sha256": sha256_file(path)})
-    return outputs
-
-
 def run_stage(stage: Stage, config: PipelineConfig, forced: bool) -> dict[str, Any]:
     """Run one stage and write its marker; returns the marker.
 
@@ -185,6 +165,7 @@ def run_stage(stage: Stage, config: PipelineConfig, forced: bool) -> dict[str, A
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).unlink(missing_ok=True)
     started, clock = _now(), time.monotonic()
+    sources = list_sources(stage.sources(config) if stage.sources else {})
     result = stage.run(config)
     outputs = list_outputs(folder)
     marker = {
@@ -194,6 +175,7 @@ def run_stage(stage: Stage, config: PipelineConfig, forced: bool) -> dict[str, A
         "content": fingerprint([[output["path"], output["sha256"]] for output in outputs]),
         "config": relevant(stage, config),
         "upstream": upstream,
+        "sources": sources,
         "started": started,
         "finished": _now(),
         "seconds": round(time.monotonic() - clock, 1),

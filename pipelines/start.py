@@ -7,6 +7,7 @@ with a slash, or one that begins with a dot or a tilde, is a path; any other one
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +20,20 @@ def is_folder(start_from: str) -> bool:
     return "/" in start_from or start_from.startswith((".", "~"))
 
 
+def absolute(path: str) -> str:
+    """A path that means the same in any current folder; one that does already stays as it is written."""
+    return path if os.path.isabs(path) else str(Path(path).expanduser().resolve())
+
+
 def with_folders(config: TrainConfig) -> TrainConfig:
     """The runs with absolute paths: a worker has another current folder."""
 
-    def absolute(run: RunConfig) -> RunConfig:
+    def in_full(run: RunConfig) -> RunConfig:
         if run.start_from is None or not is_folder(run.start_from):
             return run
-        return replace(run, start_from=str(Path(run.start_from).expanduser().resolve()))
+        return replace(run, start_from=absolute(run.start_from))
 
-    return replace(config, runs={name: absolute(run) for name, run in config.runs.items()})
+    return replace(config, runs={name: in_full(run) for name, run in config.runs.items()})
 
 
 def check_start(key: str, start_from: str | None, before: Sequence[str]) -> None:

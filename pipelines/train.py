@@ -18,9 +18,9 @@ import datetime
 import json
 import logging
 import os
-import shutil
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,13 +37,14 @@ from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, fingerprint,
 from lilicorr.corpus import Sampler, TrainingSet, build_training_set
 from lilicorr.draft_model import DraftModel, build_draft_model, run_block_spec
 from lilicorr.drafter import copy_target_layers, drafter_shape
+from lilicorr.folder import remove_unfinished
 from lilicorr.provenance import provenance, sha256_file, sha256_tree, write_json
 from lilicorr.target import Target, default_layer_ids, load_target
 from lilicorr.tracking import TRACKERS, MetricLog, TrackedRun, alarm
 from lilicorr.training import (
     Trainer,
     checkpoint_folder,
-    checkpoints,
+    newest_checkpoint,
     num_steps,
     prune_checkpoints,
     run_fingerprint,
@@ -96,6 +97,8 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     config = replace(config, run_dir=str(Path(config.run_dir).resolve()), train=with_folders(config.train))
     described = read_description(config)
     check_runs(config, described)
+    for folder in (config.directory / "train", *(config.directory / "train" / name for name in config.train.runs)):
+        remove_unfinished(folder)
     training_set = ensure_training_set(config)
     results: dict[str, Any] = {}
     for name, run_config in config.train.runs.items():
@@ -107,11 +110,11 @@ def run(config: PipelineConfig) -> dict[str, Any]:
         more = (described, config.target.dtype, start, VERSIONS["train"])
         identity = run_fingerprint(config.train, own, training_set, *more)
         job = Job(config, name, identity)
+        set_aside(job)
         results[name] = finished(job)
         if results[name] is not None:
             logger.info("run %s: finished before, %d steps", name, results[name]["steps"])
             continue
-        set_aside(job)
         fit(job)
         results[name] = finished(job)
         logger.info("run %s: %s", name, results[name])
@@ -162,26 +165,38 @@ def verified_shards(folder: Path) -> tuple[list[Path], list[str]]:
     return paths, hashes
 
 
-def finished(job: Job) -> dict[str, Any] | None:
-    """The result of a run that has finished as it is configured now, None if it has not."""
-    path = job.folder / "result.json"
-    if not path.is_file() or not (job.folder / "final").is_dir():
+def finished(job: Job, folder: Path | None = None) -> dict[str, Any] | None:
+    """The result of a run that has finished as it is configured now, None if it has not; `folder` is where to look."""
+    folder = folder or job.folder
+    path = folder / "result.json"
+    if not path.is_file() or not (folder / "final").is_dir():
         return None
     result = json.loads(path.read_text(encoding="utf-8"))
     return result if result["identity"] == job.identity else None
 
 
 def set_aside(job: Job) -> None:
-    """Claim the run's folder; what another config left there is moved out of the way."""
-    path = job.folder / "run.json"
-    before = json.loads(path.read_text(encoding="utf-8"))["identity"] if path.is_file() else job.identity
-    if before != job.identity:
-        aside = job.folder.parent / REPLACED / f"{job.name}-{before}"
-        aside.parent.mkdir(exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        job.folder.rename(aside)
-        logger.info("run %s: its config has changed, the former outputs are in %s", job.name, aside)
-    write_json(path, {"identity": job.identity, "run": asdict(job.run)})
+    """Claim the run's folder: what another config left there is moved out of the way, and nothing is deleted.
+
+    What this config had left there before it was moved itself comes back.
+    """
+    path, replaced = job.folder / "run.json", job.folder.parent / REPLACED
+    before = json.loads(path.read_text(encoding="utf-8"))["identity"] if path.is_file() else None
+    kept = replaced / f"{job.name}-{job.identity}"
+    returns = kept.is_dir() and (before != job.identity or (finished(job, kept) and not finished(job)))
+    if returns or before not in (None, job.identity):
+        aside = replaced / f"{job.name}-{before or 'unclaimed'}"
+        if aside.exists():
+            aside = aside.with_name(f"{aside.name}-{uuid.uuid4().hex[:8]}")
+        replaced.mkdir(exist_ok=True)
+        if job.folder.exists():
+            job.folder.rename(aside)
+            logger.info("run %s: its config has changed, the former outputs are in %s", job.name, aside)
+    if returns:
+        kept.rename(job.folder)
+        logger.info("run %s: this config's own earlier outputs are back", job.name)
+    if not path.is_file():
+        write_json(path, {"identity": job.identity, "run": asdict(job.run)})
 
 
 def fit(job: Job) -> None:
@@ -232,13 +247,13 @@ def train_run(job: Job, device: torch.device, report: Report) -> None:
     config = job.config.train
     trainer, target = make_trainer(job, device)
     leads = trainer.rank == 0
-    states = checkpoints(job.folder / "checkpoints")
-    if states:
-        trainer.restore(states[-1])
+    state = newest_checkpoint(job.folder / "checkpoints", device)
+    if state is not None:
+        trainer.restore(state)
     if trainer.world > 1:
         dist.barrier()  # nobody is still reading the states that rank 0 is about to prune
     log = open_log(job, trainer.done) if leads else None
-    if log and states:
+    if log and state is not None:
         log.write({"step": trainer.done, "resumed": True})
     prompts = probe_prompts(job.config, target) if leads and config.eval_steps else []
     started, first = time.monotonic(), trainer.done

@@ -23,7 +23,8 @@ MAX_FUNCTION_LINES = 60
 ALLOWED = {
     # records and small tools: nothing of the model
     "blocks": "",
-    "config": "",
+    "values": "",
+    "config": "values",
     "folder": "",
     "provenance": "",
     "stdlib": "",

@@ -46,8 +46,9 @@ def test_peak_memory_is_what_is_alive_at_once() -> None:
 @pytest.mark.parametrize("head", HEADS)
 def test_parts_add_up_and_grow_with_what_they_depend_on(head: str) -> None:
     run = RunConfig(head=head, head_config=HEADS[head], steps=1)
-    few, many = (step_budget(CONFIG, run, SMALL, torch.bfloat16, 40, blocks) for blocks in (8, 32))
+    few, many = (step_budget(CONFIG, run, SMALL, torch.bfloat16, 40, blocks, 1) for blocks in (8, 32))
     assert few["bytes"].keys() == many["bytes"].keys() and all(size > 0 for size in many["bytes"].values())
+    assert many["operations"]["micro-batches done again"] == 0
     weights = few["bytes"]["trained weights, fp32"]
     assert few["bytes"]["their gradient"] == weights and few["bytes"]["AdamW's moments"] == 2 * weights
     fixed = {name for name in few["bytes"] if "activations" not in name and "loss" not in name}
@@ -59,6 +60,26 @@ def test_parts_add_up_and_grow_with_what_they_depend_on(head: str) -> None:
     assert 2.5 < growth < 4.1
 
 
+def test_a_step_holds_the_states_of_all_its_rows_and_does_most_of_them_again_on_a_gpu() -> None:
+    """One row, four one by one on a GPU and on a CPU, and four at once."""
+    run = RunConfig(head="lilicorr", head_config=HEADS["lilicorr"], steps=1)
+    changes: list[dict[str, float]] = [{}, {}, {"gpus_per_worker": 0.0}, {"micro_batch_size": 4}]
+    configs = [replace(CONFIG, **change) for change in changes]
+    one, gpu, cpu, at_once = (
+        step_budget(config, run, SMALL, torch.bfloat16, 40, 8, rows) for config, rows in zip(configs, (1, 4, 4, 4))
+    )
+    states, kept = "captured and final states", "activations of the drafter"
+    assert {found["bytes"][states] / one["bytes"][states] for found in (gpu, cpu, at_once)} == {4.0}
+    assert (gpu["bytes"][kept], cpu["bytes"][kept]) == (one["bytes"][kept], 4 * one["bytes"][kept])
+    assert 3 < at_once["bytes"][kept] / one["bytes"][kept] < 4.1
+    again = {key: found["operations"]["micro-batches done again"] for key, found in enumerate((one, gpu, cpu, at_once))}
+    assert again[0] == again[2] == again[3] == 0
+    forward = one["operations"]["drafter forward"]
+    assert 0.75 * forward < again[1] < 0.75 * (forward + one["operations"]["loss and backward"] / 2)
+    for part in ("drafter forward", "loss and backward"):
+        assert at_once["operations"][part] == pytest.approx(one["operations"][part], rel=0.02)
+
+
 def test_the_corpus_is_stated_or_measured(tmp_path: Path) -> None:
     config = replace(load_profile("paper_8b", PROFILES), run_dir=str(tmp_path))
     assert estimate.find_corpus(config, None, None).num_rows == 1_397_187
@@ -66,6 +87,8 @@ def test_the_corpus_is_stated_or_measured(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give --rows and --length, both or neither"):
         estimate.find_corpus(config, 500, None)
     demo = replace(load_profile("demo", PROFILES), run_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="--rows must be at least 1 and --length at least 2, got 0 and 90"):
+        estimate.find_corpus(config, 0, 90.0)
     with pytest.raises(ValueError, match="there is no training set in .* yet"):
         estimate.find_corpus(demo, None, None)
     folder = demo.directory / "train" / "training_set"
@@ -85,6 +108,22 @@ def test_the_public_targets_have_their_published_sizes(source: str, target_facto
     )
     tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     assert (layers + tables) / published == pytest.approx(1, abs=0.003)
+
+
+def test_the_command_refuses_what_it_does_not_do_and_says_what_it_cannot_reach(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        estimate.main(["--estimate", "--profile", "tiny", "--dry-run"])
+    assert end.value.code == 2 and "knows no --status and no --dry-run" in capsys.readouterr().err
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("We could not connect\nto the hub")
+
+    monkeypatch.setattr("lilicorr.target.AutoConfig.from_pretrained", unreachable)
+    options = ["--profile", "tiny", "--set", "target.source=some/model", "--rows", "9", "--length", "9"]
+    with pytest.raises(SystemExit, match="^error: target.source 'some/model' is neither .*: We could not connect$"):
+        estimate.main(options)
 
 
 @pytest.mark.slow

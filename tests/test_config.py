@@ -191,6 +191,37 @@ def test_a_value_that_does_not_fit(override: str, message: str) -> None:
         load("tiny", override)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.checkpoint_steps=0", "train.checkpoint_steps must be at least 1, got 0"),
+        ("train.log_steps=0", "train.log_steps must be at least 1, got 0"),
+        ("train.micro_batch_size=0", "train.micro_batch_size must be at least 1, got 0"),
+        ("train.max_anchors=0", "train.max_anchors must be at least 1, got 0"),
+        ("train.eval_steps=0", "train.eval_steps must be at least 1 or null, got 0"),
+        ("train.head_lr=-1e-4", "train.head_lr must be at least 0, got -0.0001"),
+        ("train.drafter_lr=.nan", "train.drafter_lr must be at least 0, got nan"),
+        ("train.max_grad_norm=0", "train.max_grad_norm must be above 0, got 0.0"),
+        ("regenerate.batch_size=0", "regenerate.batch_size must be at least 1, got 0"),
+        ("regenerate.num_actors=0", "regenerate.num_actors must be at least 1, got 0"),
+        ("prompts.max_conversations=0", "prompts.max_conversations must be at least 1 or null, got 0"),
+        ("evaluate.bootstrap_samples=0", "evaluate.bootstrap_samples must be at least 1, got 0"),
+        ("deploy.port=70000", "deploy.port must be at most 65535, got 70000"),
+    ],
+)
+def test_a_number_outside_its_limits(override: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        load("tiny", override)
+    assert str(error.value) == message
+
+
+def test_a_number_without_a_point_is_one() -> None:
+    config = load("tiny", "train.drafter_lr=1e-4", "train.head_lr='2'")
+    assert (config.train.drafter_lr, config.train.head_lr) == (1e-4, 2.0)
+    with pytest.raises(ValueError, match="train.drafter_lr must be float, got 'fast'"):
+        load("tiny", "train.drafter_lr=fast")
+
+
 def test_overrides_reach_every_depth() -> None:
     config = load(
         "tiny",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import subprocess
@@ -41,6 +42,10 @@ def test_what_our_code_and_the_system_say_is_told(tmp_path: Path) -> None:
     assert explain(caught(with_overrides, PipelineConfig(), ["x"])) == "an override has the form a.b=value, got 'x'"
     assert explain(caught(os.mkdir, file / "x")) == f"Not a directory: {file / 'x'}"
     assert explain(caught(open, tmp_path / "none")) == f"No such file or directory: {tmp_path / 'none'}"
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        assert explain(OSError(number, "no room", "file")) == "no room: file"
+    assert explain(OSError(errno.ENOSPC, "no room")) == "[Errno 28] no room"
+    assert explain(OSError(errno.EIO, "x")) is None
     missing = explain(caught(wheels.wheel, "evals", tmp_path))
     assert missing is not None and "is missing; get it with: python pipelines/fetch.py" in missing
 

@@ -287,7 +287,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
 
 def test_the_stage_evaluates_trained_runs(trained: PipelineConfig, monkeypatch: pytest.MonkeyPatch):
     config = trained
-    summary = stage.run(config)
+    summary = stage.measure(config)
     results = json.loads((config.directory / "evaluate" / "results.json").read_text())
     assert results.keys() == {"systems", "sets", "provenance"}
     assert list(results["systems"]) == ["autoregressive", "lilicorr", "same drafter"]
@@ -297,29 +297,29 @@ def test_the_stage_evaluates_trained_runs(trained: PipelineConfig, monkeypatch: 
     assert (config.directory / "evaluate" / "tau.png").is_file()
     assert not (config.directory / "evaluate" / "sampled.json").exists()
     monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
-    assert stage.run(config) == summary
+    assert stage.measure(config) == summary
     wider = dataclasses.replace(config, target=dataclasses.replace(config.target, dtype="float64"))
     with pytest.raises(pytest.fail.Exception, match="the set was done"):
-        stage.run(wider)  # another type of the weights is decoded anew
+        stage.measure(wider)  # another type of the weights is decoded anew
     with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception, match="the set was done"):
         patch.setitem(stage.VERSIONS, "evaluate", 99)
-        stage.run(config)  # and so is what an older version of the stage measured
+        stage.measure(config)  # and so is what an older version of the stage measured
 
     weights = config.directory / "train" / "ours" / "final" / "model.safetensors"
     whole, measured = weights.read_bytes(), (config.directory / "evaluate" / "results.json").read_bytes()
     tensors = {name: tensor for name, tensor in load(whole).items() if name != "norm.weight"}
     weights.write_bytes(save(tensors))
     with pytest.raises(ValueError, match=r"model\.safetensors: 1 tensors are missing: norm\.weight"):
-        stage.run(config)
+        stage.measure(config)
     assert (config.directory / "evaluate" / "results.json").read_bytes() == measured
     weights.write_bytes(whole)
-    assert stage.run(config) == summary  # what was measured before still counts
+    assert stage.measure(config) == summary  # what was measured before still counts
 
 
 def test_the_stage_decodes_again_for_every_seed(trained: PipelineConfig, monkeypatch: pytest.MonkeyPatch):
-    config, summary = trained, stage.run(trained)
+    config, summary = trained, stage.measure(trained)
     seeded = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, sampled_seeds=(1, 2)))
-    assert stage.run(seeded)["tau"] == summary["tau"]
+    assert stage.measure(seeded)["tau"] == summary["tau"]
     spread = json.loads((config.directory / "evaluate" / "sampled.json").read_text())
     assert spread["seeds"] == [1, 2] and "drawn" in spread["systems"]
     taus = []
@@ -332,27 +332,27 @@ def test_the_stage_decodes_again_for_every_seed(trained: PipelineConfig, monkeyp
     assert found["tau"] == pytest.approx(sum(taus) / 2)
     assert found["tau_std"] == pytest.approx(abs(taus[0] - taus[1]) / 2**0.5)
     monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
-    assert stage.run(seeded) == summary
+    assert stage.measure(seeded) == summary
     folder = config.directory / "evaluate"
     greedy = json.loads((folder / "results.json").read_text())["sets"]["held_out"]["fingerprint"]
     assert spread["sets"]["held_out"].keys() == {"fingerprint", "greedy_fingerprint"}
     assert spread["sets"]["held_out"]["greedy_fingerprint"] == greedy
     assert spread["provenance"]["config"]["evaluate"]["sampled_seeds"] == [1, 2]
     assert read_results(folder).sampled["systems"] == spread["systems"]
-    assert stage.run(config) == summary and (folder / "sampled.json").is_file()  # without seeds it still belongs
+    assert stage.measure(config) == summary and (folder / "sampled.json").is_file()  # without seeds it still belongs
 
 
 def test_greedy_results_outlive_a_change_of_what_is_sampled(trained: PipelineConfig, monkeypatch: pytest.MonkeyPatch):
-    summary = stage.run(trained)
+    summary = stage.measure(trained)
     monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
-    assert stage.run(with_evaluate(trained, sampled_temperature=0.7)) == summary
+    assert stage.measure(with_evaluate(trained, sampled_temperature=0.7)) == summary
     more = trained.evaluate.systems | {"new": SystemConfig("ours", head_config={"walk": "exact"}, sampled_only=True)}
-    assert stage.run(with_evaluate(trained, systems=more)) == summary
+    assert stage.measure(with_evaluate(trained, systems=more)) == summary
     with pytest.raises(pytest.fail.Exception, match="the set was done"):
-        stage.run(with_evaluate(trained, seed=7))  # that of the intervals
+        stage.measure(with_evaluate(trained, seed=7))  # that of the intervals
     more["lilicorr"] = SystemConfig("ours", head_config={"walk": "exact"})
     with pytest.raises(pytest.fail.Exception, match="the set was done"):
-        stage.run(with_evaluate(trained, systems=more))
+        stage.measure(with_evaluate(trained, systems=more))
 
 
 def test_sampled_figures_beside_other_greedy_ones_are_refused_and_removed(
@@ -361,10 +361,10 @@ def test_sampled_figures_beside_other_greedy_ones_are_refused_and_removed(
     caplog.set_level("INFO")
     folder = trained.directory / "evaluate"
     seeded = with_evaluate(trained, sampled_seeds=(1,))
-    stage.run(seeded)
+    stage.measure(seeded)
     sampled = (folder / "sampled.json").read_bytes()
     shorter = with_evaluate(trained, max_new_tokens=4)
-    stage.run(shorter)
+    stage.measure(shorter)
     assert not (folder / "sampled.json").exists()
     assert "held_out: prompts, weights, code or settings changed" in caplog.text
     assert "results.json has since been made anew on held_out" in caplog.text
@@ -374,7 +374,7 @@ def test_sampled_figures_beside_other_greedy_ones_are_refused_and_removed(
     write_json(folder / "sampled.json", {"seeds": [1], "systems": {}})
     with pytest.raises(ValueError, match="an older version made it, without fingerprints"):
         read_results(folder)
-    stage.run(with_evaluate(shorter, sampled_seeds=(1,)))
+    stage.measure(with_evaluate(shorter, sampled_seeds=(1,)))
     assert read_results(folder).sampled is not None
 
 

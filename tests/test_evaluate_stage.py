@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lilicorr.config import PipelineConfig
+from lilicorr.config import PipelineConfig, TrainConfig
 from pipelines import evaluate
 
 
@@ -24,8 +24,15 @@ def test_measuring_has_a_thread_on_every_core_and_nothing_after_it(monkeypatch: 
     torch.set_num_threads(len(os.sched_getaffinity(0)) + 1)
     try:
         with pytest.raises(ValueError, match="a set is missing"):
-            evaluate.run(PipelineConfig())
+            evaluate.measure(PipelineConfig())
         assert seen == [len(os.sched_getaffinity(0))]
         assert torch.get_num_threads() == len(os.sched_getaffinity(0)) + 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_gpus_of_the_profile_decide_where_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "measure", lambda _: {"where": "here"})
+    monkeypatch.setattr(evaluate, "measure_on_cluster", lambda _, num_gpus: {"where": num_gpus})
+    found = [evaluate.run(PipelineConfig(train=TrainConfig(gpus_per_worker=gpus)))["where"] for gpus in (0.0, 0.5)]
+    assert found == ["here", 0.5]

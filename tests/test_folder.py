@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lilicorr.folder import new_folder, unfinished
+from lilicorr.folder import new_folder
 
 
 def test_a_folder_replaces_the_former_one_as_a_whole(tmp_path: Path) -> None:
@@ -14,7 +14,7 @@ def test_a_folder_replaces_the_former_one_as_a_whole(tmp_path: Path) -> None:
         with new_folder(tmp_path / "made") as aside:
             (aside / text).write_text(text)
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["second"]
-    assert not unfinished(tmp_path)
+    assert not list(tmp_path.glob("*.tmp-*"))
 
 
 def test_an_error_leaves_the_former_folder(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_an_error_leaves_the_former_folder(tmp_path: Path) -> None:
         (aside / "second").write_text("2")
         raise RuntimeError("full disk")
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["first"]
-    assert not unfinished(tmp_path)
+    assert not list(tmp_path.glob("*.tmp-*"))
 
 
 def test_a_failing_rename_puts_the_former_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,4 +41,4 @@ def test_a_failing_rename_puts_the_former_folder_back(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match="no"), new_folder(tmp_path / "made") as aside:
         (aside / "second").write_text("2")
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["first"]
-    assert not unfinished(tmp_path)
+    assert not list(tmp_path.glob("*.tmp-*"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -191,6 +192,25 @@ def test_only_the_endpoint_that_was_deployed_counts(
     assert capsys.readouterr().out == ""
     report = full.endpoint_report(config)
     assert report.startswith(f"endpoint: {record['url']}/v1, model m: does not answer at {record['url']}/health (")
+
+
+def test_a_port_that_speaks_something_else_is_no_endpoint(tmp_path: Path) -> None:
+    config = PipelineConfig(profile="p", run_dir=str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+
+        def speak() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                connection.recv(1000)
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        write_json(config.directory / "deploy" / "endpoint.json", {"url": url, "version": "v", "model": "m"})
+        problem = full.endpoint_problem(config)
+        thread.join()
+    assert problem is not None and problem.startswith(f"the endpoint does not answer at {url}/v1/models: BadStatusLine")
 
 
 def check_ports(config: PipelineConfig, port: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from lilicorr.config import PipelineConfig, from_dict
 from pipelines import inputs
-from pipelines.full import main
+from pipelines.full import STAGES, main
 
 
 def dry(tmp_path: Path, *options: str) -> None:
@@ -61,3 +61,28 @@ def test_a_target_folder_without_a_model_and_a_trained_run(tmp_path: Path) -> No
     assert inputs.deploy(config) == ["deploy.run 'old' is no run; the runs are none"]
     (config.directory / "train" / "old" / "final").mkdir(parents=True)
     assert inputs.deploy(config) == []
+
+
+def test_the_files_of_a_config_are_named(tmp_path: Path) -> None:
+    """Those of the embedded target by names that hold in the copy that a job runs in."""
+    for name in ("target/config.json", "target/.cache/x", "prompts/a.jsonl", "prompts/notes.txt", "set.jsonl", "run/w"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    values = {
+        "target": {"source": str(tmp_path / "target")},
+        "prompts": {"source": str(tmp_path / "prompts")},
+        "evaluate": {"sets": ["held_out", f"math500={tmp_path}/set.jsonl", "mbpp=gone.jsonl"]},
+        "train": {"runs": {"a": {"start_from": str(tmp_path / "run")}, "b": {"start_from": "a"}}},
+    }
+    config = from_dict(PipelineConfig, values)
+    found = {name: list(sources(config)) for name, sources in inputs.SOURCES.items()}
+    assert found["prepare"] == [f"{tmp_path}/target/config.json", f"{tmp_path}/prompts/a.jsonl"]
+    assert (found["train"], found["evaluate"]) == ([f"{tmp_path}/run/w"], [f"{tmp_path}/set.jsonl"])
+    embedded = inputs.SOURCES["prepare"](PipelineConfig())
+    assert "embedded/config.json" in embedded and all(path.is_file() for path in embedded.values())
+    gone = from_dict(PipelineConfig, {"target": {"source": "./none"}, "prompts": {"source": "none"}})
+    assert not any(sources(gone) for sources in inputs.SOURCES.values())
+
+
+def test_the_stages_know_their_sources() -> None:
+    assert {stage.name: stage.sources for stage in STAGES if stage.sources} == inputs.SOURCES

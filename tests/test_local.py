@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,48 @@ def test_stop_leaves_a_process_that_got_the_id_later(tmp_path: Path, bystander: 
     write_json(tmp_path / "head.json", {"temporary": str(tmp_path / "none"), "process": earlier})
     assert local.stop(tmp_path) == 0
     assert bystander.poll() is None
+
+
+def test_a_living_head_that_does_not_answer_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be coming up, or the machine may be busy: another start waits, and ends with an error."""
+    monkeypatch.setattr(local, "START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(local, "ANSWER_POLL_S", 0.05)
+    local.environment(tmp_path)
+    leader, children = start_leader(tmp_path)
+    try:
+        with pytest.raises(RuntimeError, match=f"is alive .process {leader.pid}., but http://127.0.0.1:1 has not answ"):
+            local.start(tmp_path)
+        assert leader.poll() is None and (tmp_path / "head.json").exists()
+        replies = iter([False, True])
+        monkeypatch.setattr(local, "answers", lambda *_: next(replies))
+        assert local.start(tmp_path)["process"]["pid"] == leader.pid
+    finally:
+        leader.kill()
+        leader.wait()
+        for child in children:
+            os.kill(child, 9)
+
+
+def test_two_starts_at_once_make_one_head(
+    tmp_path: Path, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[int] = []
+
+    def launch(folder: Path) -> tuple[subprocess.Popen[bytes], dict[str, object]]:
+        launched.append(bystander.pid)
+        time.sleep(0.2)  # in which the other start finds no record yet
+        record = {"process": local.identity(bystander.pid), "dashboard": "http://127.0.0.1:1"}
+        write_json(folder / "head.json", record)
+        return bystander, record
+
+    monkeypatch.setattr(local, "launch", launch)
+    monkeypatch.setattr(local, "answers", lambda *_: True)
+    threads = [threading.Thread(target=local.start, args=(tmp_path,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert launched == [bystander.pid] and bystander.poll() is None
 
 
 def test_the_token_is_made_once_and_private(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 
 from lilicorr.config import PipelineConfig, PromptConfig, TrainConfig, with_overrides
 from lilicorr.provenance import write_json
-from pipelines import full
+from pipelines import full, lock
 from pipelines.lock import Lock, LockedError, process_start, read_owner, why_dead
 from pipelines.stage import (
     MARKER,
@@ -114,6 +116,44 @@ def test_other_reasons_to_run(config: PipelineConfig, done: tuple[Stage, Stage])
     assert reasons(dead, config)[1] == "nobody answers"
     (config.directory / "train" / MARKER).unlink()
     assert reasons(done, config)[1] == "goes on from unfinished work"
+
+
+def test_an_output_of_the_same_size_is_compared_by_content(config: PipelineConfig, done: tuple[Stage, Stage]) -> None:
+    output = config.directory / "train" / "out.txt"
+    output.touch()
+    assert reasons(done, config) == ["skipped", "skipped"]
+    output.write_text("2")
+    os.utime(output, ns=(0, 0))
+    assert reasons(done, config)[1] == "output changed: out.txt has another content of the same size"
+
+
+def test_a_changed_source_makes_its_stage_run_again(config: PipelineConfig) -> None:
+    folder = config.directory.parent / "prompts"
+    folder.mkdir()
+    for name in "ab":
+        (folder / name).write_text("text")
+
+    def sources(_: PipelineConfig) -> dict[str, Path]:
+        return {str(path): path for path in sorted(folder.iterdir())} if folder.exists() else {}
+
+    stages = (replace(writer("prepare"), sources=sources), writer("train"))
+    drive(stages, config)
+    (folder / "a").touch()
+    assert reasons(stages, config) == ["skipped", "skipped"]
+    (folder / "a").write_text("next")
+    os.utime(folder / "a", ns=(0, 0))
+    expected = f"source changed: {folder / 'a'} has another content of the same size"
+    assert reasons(stages, config) == [expected, "unless prepare makes the same as before"]
+    assert [decision.runs for decision in drive(stages, config)] == [True, False]
+    (folder / "b").write_text("longer text")
+    assert reasons(stages, config)[0] == f"source changed: {folder / 'b'} has 11 bytes instead of 4"
+    (folder / "b").rename(folder / "c")
+    assert reasons(stages, config)[0] == f"source changed: {folder / 'c'} was not there or not recorded"
+    (folder / "c").unlink()
+    assert reasons(stages, config)[0] == f"source changed: {folder / 'b'} is gone"
+    (folder / "a").unlink()
+    folder.rmdir()  # nothing could be made of it again
+    assert reasons(stages, config) == ["skipped", "skipped"]
 
 
 def test_force_starts_over_and_keeps_the_former_outputs(config: PipelineConfig, done: tuple[Stage, Stage]) -> None:
@@ -259,6 +299,25 @@ def test_the_heartbeat_goes_on(tmp_path: Path) -> None:
         while read_owner(path)["heartbeat"] == first:
             assert time.monotonic() < deadline, "no second heartbeat"
             time.sleep(0.01)
+
+
+def test_a_heartbeat_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "_lock.json"
+    failures = [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.ESTALE, "Stale file handle")]
+
+    def write(*arguments: Any) -> None:
+        if failures and threading.current_thread() is not threading.main_thread():
+            raise failures.pop()
+        write_json(*arguments)
+
+    monkeypatch.setattr(lock, "write_json", write)
+    with Lock(path, heartbeat_s=0.01):
+        first = read_owner(path)["heartbeat"]
+        deadline = time.monotonic() + 10
+        while read_owner(path)["heartbeat"] == first:
+            assert time.monotonic() < deadline, "no heartbeat after the errors"
+            time.sleep(0.01)
+    assert not failures
 
 
 def test_a_driver_that_lost_its_lock_ends_and_leaves_the_new_one(tmp_path: Path) -> None:

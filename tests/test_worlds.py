@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 
 from lilicorr.corpus import TrainingSet
 from lilicorr.target import Target
-from lilicorr.training import Trainer
+from lilicorr.training import Trainer, newest_checkpoint
 from test_training import make_set, make_trainer
 
 MakeTarget = Callable[..., Target]
@@ -98,6 +98,23 @@ def test_workers_may_come_and_go(run: Any) -> None:
     found += run_part(folder, make_target, 3, "second", "first-2", stop=4)
     found += run_part(folder, make_target, 1, "third", "second-4")
     assert_same(found, expected)
+
+
+def find_newest(rank: int, folder: Path) -> None:
+    """A rank that finds the states of its own listing; it leaves the name of the one that was chosen."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    found = [newest_checkpoint(folder / name / str(rank), torch.device("cpu")) for name in ("states", "none")]
+    (folder / f"{rank}.txt").write_text(" ".join(state.name if state else "none" for state in found))
+    dist.destroy_process_group()
+
+
+def test_all_ranks_go_on_from_the_state_that_rank_0_finds(tmp_path: Path) -> None:
+    """Rank 1 lists an older content of the shared folder, or a newer one."""
+    for place in ("states/0/step_4", "states/0/step_10", "states/1/step_4", "none/1/step_2"):
+        (tmp_path / place).mkdir(parents=True)
+    mp.start_processes(find_newest, args=(tmp_path,), nprocs=2, start_method="fork")
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["step_10 none"] * 2
+    assert newest_checkpoint(tmp_path / "states" / "1", torch.device("cpu")) == tmp_path / "states" / "1" / "step_4"
 
 
 def test_a_step_reduces_twice_however_many_micro_batches_it_has(

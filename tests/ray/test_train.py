@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lilicorr.tiny import tiny_target_folder
 from pipelines import inputs as dry_run
 from pipelines import train
 from pipelines.errors import one_line_errors
+from pipelines.local import descendants
 from pipelines.prepare import describe_target
 
 HEAD = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "factor_dim": 16}
@@ -319,23 +320,12 @@ def test_the_training_set_is_built_again_for_other_settings(config: PipelineConf
     assert second["longest_row"] == 20 and second["content"] != first["content"]
 
 
-def descendants(pid: int) -> Iterator[tuple[int, str]]:
-    """Process ids and command lines of everything started below `pid`."""
-    parents: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        parents.setdefault(parent, []).append(int(path.name))
-    pending = list(parents.get(pid, []))
-    while pending:
-        child = pending.pop()
-        pending += parents.get(child, [])
-        try:
-            yield child, Path(f"/proc/{child}/cmdline").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+def command_line(pid: int) -> str:
+    """Of a process; empty once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def kill_worker_when(ready: Callable[[], bool], killed: list[int], deadline_s: float = 120.0) -> None:
@@ -343,7 +333,8 @@ def kill_worker_when(ready: Callable[[], bool], killed: list[int], deadline_s: f
     deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline and not killed:
         if ready():
-            workers = [pid for pid, command in descendants(os.getpid()) if command.startswith("ray::RayTrainWorker")]
+            below = descendants(os.getpid())
+            workers = [pid for pid in below if command_line(pid).startswith("ray::RayTrainWorker")]
             for pid in workers:
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)

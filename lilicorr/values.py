@@ -1,0 +1,41 @@
+"""Values that users give a config: YAML texts, limits of numbers, names that nobody knows.
+
+Place in the flow: `lilicorr.config` asks here; everything else has the finished dataclasses.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def at_least(config: Any, low: float, *names: str) -> None:
+    """Raise ValueError for a number of a config dataclass that is below `low` or NaN; None passes."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= low:
+            null = " or null" if type(config).__dataclass_fields__[name].default is None else ""
+            raise ValueError(f"{name} must be at least {low:g}{null}, got {value}")
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text; ValueError in one line where it is none."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        place = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        raise ValueError(f"{where} is not YAML: {error.problem} in {place}") from error
+
+
+def unknown_profile(path: Path, folder: Path, own: bool) -> str:
+    """What to say where the profile `path` is missing: names of `folder`, and of files beside it that resemble it."""
+    known = sorted(p.stem for p in folder.glob("*.yaml"))
+    beside = {str(p): p.stem for end in ("yaml", "yml") for p in path.parent.glob(f"*.{end}")} if own else {}
+    near = difflib.get_close_matches(path.stem, [*known, *beside.values()], n=3)
+    names = [*(name for name in known if name in near), *(file for file, stem in beside.items() if stem in near)]
+    guess = f"; did you mean {' or '.join(names)}?" if names else ""
+    missing = f"no profile file {path}" if own else f"no profile {path.stem!r} in {folder}"
+    return f"{missing}{guess} (known profiles: {', '.join(known)})"

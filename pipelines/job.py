@@ -1,0 +1,122 @@
+"""The pipeline as a job of the head on this machine: submitted, and followed to its end.
+
+Place in the flow: `pipelines/local.py demo`, which is `make demo`. The job runs in a copy of the checkout that Ray
+uploads, so paths that the user gave relative to the current folder are made absolute before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from lilicorr.config import PipelineConfig
+from lilicorr.prompts import NAMED_SOURCES
+from lilicorr.provenance import COMMIT_VARIABLE, source_version
+from pipelines import full, local
+from pipelines.stage import resolve_config
+from pipelines.start import absolute, is_folder
+
+ROOT = local.ROOT
+EXCLUDED = (".venv", ".venv-vllm", "runs", ".git", "build", "__pycache__", "*.egg-info")
+
+
+def demo(folder: Path, arguments: Sequence[str]) -> int:
+    """Submit `pipelines/full.py` with `arguments` to our head, follow it; returns 0 if the job succeeded.
+
+    Options that the job would refuse are refused before a head is started.
+    """
+    excluded = [*EXCLUDED, *excluded_run_directory(folder.parent)]
+    full.check_options(arguments)
+    arguments = [*arguments, *absolute_paths(arguments)]
+    head = local.start(folder)
+    os.environ.update(local.environment(folder))
+    os.environ.pop("RAY_ADDRESS", None)
+    from ray.job_submission import JobSubmissionClient  # reads the variables when it is imported
+
+    job = f"lilicorr-{uuid.uuid4().hex[:8]}"
+    commit, dirty = source_version(ROOT)
+    variables = {"COLUMNS": "120", "PYTHONUNBUFFERED": "1", "LILICORR_JOB": job, "RAY_ADDRESS": head["address"]}
+    if commit:
+        variables[COMMIT_VARIABLE] = f"{commit}+dirty" if dirty else commit
+    if head["serve_port"] != local.SERVE_PORT:
+        print(f"port {local.SERVE_PORT} was in use when the head started: the endpoint listens on {head['serve_port']}")
+        arguments = ["--set", f"deploy.port={head['serve_port']}", *arguments]
+    # Ray's own command line would quote it by the rules of Windows, and the job is run by a shell.
+    entrypoint = shlex.join([sys.executable, "pipelines/full.py", *arguments])
+    print(f"job {job}: {entrypoint}", flush=True)
+    runtime = {"working_dir": str(ROOT), "excludes": excluded, "env_vars": variables}
+    JobSubmissionClient(head["dashboard"]).submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=runtime)
+    try:
+        status = asyncio.run(follow(head["dashboard"], job))
+    except KeyboardInterrupt:
+        print(f"\nthe job {job} goes on; `make demo-status` shows its state, `make demo-stop` ends it")
+        return 130
+    print(f"job {job}: {status}; dashboard {head['dashboard']}; `make demo-stop` ends the head and its endpoint")
+    return 0 if status == "SUCCEEDED" else 1
+
+
+def excluded_run_directory(run_dir: Path) -> list[str]:
+    """What keeps a run directory inside the checkout out of the upload, in the form of a .gitignore.
+
+    Raises ValueError where it is the checkout itself or a folder above, which holds more than runs.
+    """
+    if ROOT.is_relative_to(run_dir):
+        raise ValueError(f"outputs cannot go to {run_dir}, it holds the code {ROOT}; choose another --run-dir")
+    if not run_dir.is_relative_to(ROOT):
+        return []
+    return ["/" + re.sub(r"([\\*?\[\]!# ])", r"\\\1", run_dir.relative_to(ROOT).as_posix())]
+
+
+def absolute_paths(arguments: Sequence[str]) -> list[str]:
+    """Options to put behind those of `full.py`, which give every relative path in them and in the profile in full."""
+    parsed, _ = full.parse(arguments)
+    config = resolve_config(parsed)
+    options = []
+    if parsed.profile.endswith((".yaml", ".yml")):
+        options += ["--profile", absolute(parsed.profile)]
+    for key, value in paths_of(config).items():
+        options += ["--set", f"{key}={json.dumps(value)}"]
+    return options
+
+
+def paths_of(config: PipelineConfig) -> dict[str, str | list[str]]:
+    """The config's paths in full, by the key that holds them; those that are so already are left out."""
+    prompts = config.prompts
+    given = {f"train.runs.{name}.start_from": run.start_from for name, run in config.train.runs.items()}
+    given = {key: path for key, path in given.items() if path is not None and is_folder(path)}
+    if config.target.path is not None:
+        given["target.source"] = config.target.source
+    if prompts.source not in NAMED_SOURCES:
+        given["prompts.source"] = prompts.source
+    if prompts.data_dir is not None:
+        given["prompts.data_dir"] = prompts.data_dir
+    found: dict[str, str | list[str]] = {key: absolute(path) for key, path in given.items() if path != absolute(path)}
+    entries = [entry.partition("=") for entry in config.evaluate.sets]
+    sets = [f"{name}={absolute(file)}" if file else name + mark for name, mark, file in entries]
+    return found | ({"evaluate.sets": sets} if sets != list(config.evaluate.sets) else {})
+
+
+async def follow(dashboard: str, job: str) -> str:
+    """Print the job's log until the job has ended; returns its status."""
+    from ray.job_submission import JobSubmissionClient
+
+    client = JobSubmissionClient(dashboard)
+    printed = 0
+    while True:
+        seen = 0
+        async for text in client.tail_job_logs(job):
+            fresh = text[max(0, printed - seen) :]  # a broken connection starts again at the top
+            seen += len(text)
+            printed = max(printed, seen)
+            print(fresh, end="", flush=True)
+        status = client.get_job_status(job)
+        if status.is_terminal():
+            return status.value
+        await asyncio.sleep(1)
