@@ -62,7 +62,7 @@ def test_parts_add_up_and_grow_with_what_they_depend_on(head: str) -> None:
 
 def test_a_step_holds_the_states_of_all_its_rows_and_does_most_of_them_again_on_a_gpu() -> None:
     """One row, four one by one on a GPU and on a CPU, and four at once."""
-    run = RunConfig(head="lilicorr", head_config=HEADS["lilicorr"], steps=1)
+    run = RunConfig(head="argmax", steps=1)
     changes: list[dict[str, float]] = [{}, {}, {"gpus_per_worker": 0.0}, {"micro_batch_size": 4}]
     configs = [replace(CONFIG, **change) for change in changes]
     one, gpu, cpu, at_once = (
@@ -71,7 +71,7 @@ def test_a_step_holds_the_states_of_all_its_rows_and_does_most_of_them_again_on_
     states, kept = "captured and final states", "activations of the drafter"
     assert {found["bytes"][states] / one["bytes"][states] for found in (gpu, cpu, at_once)} == {4.0}
     assert (gpu["bytes"][kept], cpu["bytes"][kept]) == (one["bytes"][kept], 4 * one["bytes"][kept])
-    assert 3 < at_once["bytes"][kept] / one["bytes"][kept] < 4.1
+    assert 3.5 < at_once["bytes"][kept] / one["bytes"][kept] < 4.5
     again = {key: found["operations"]["micro-batches done again"] for key, found in enumerate((one, gpu, cpu, at_once))}
     assert again[0] == again[2] == again[3] == 0
     forward = one["operations"]["drafter forward"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lilicorr.config import EvaluateConfig, PipelineConfig, SystemConfig, TargetConfig
+from lilicorr.config import DrafterConfig, EvaluateConfig, PipelineConfig, SystemConfig, TargetConfig, TrainConfig
 from lilicorr.prompts import Conversation, write_conversations
 from lilicorr.provenance import write_json
 from lilicorr.tiny import tiny_target_folder
@@ -23,8 +23,9 @@ def test_a_task_measures_and_another_driver_goes_on(
 ) -> None:
     target = TargetConfig(source=str(tiny_target_folder(tmp_path / "target")))
     settings = EvaluateConfig(("held_out",), {"autoregressive": SystemConfig()}, max_new_tokens=4, bootstrap_samples=9)
-    config = PipelineConfig(profile="p", run_dir=str(tmp_path), target=target, evaluate=settings)
-    with pytest.raises(SystemExit, match="^error: No such file or directory: .*held_out.parquet$"), one_line_errors():
+    train = TrainConfig(drafter=DrafterConfig(num_layers=1))  # as many layers of the target are captured
+    config = PipelineConfig(profile="p", run_dir=str(tmp_path), target=target, train=train, evaluate=settings)
+    with pytest.raises(SystemExit, match="^error: .*held_out.parquet"), one_line_errors():
         evaluate.measure_on_cluster(config, 0.0)
     write_json(config.directory / "prepare" / "target.json", describe_target(target))
     messages = [{"role": "user", "content": "What is a lattice?"}]
