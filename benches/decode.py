@@ -4,9 +4,10 @@
     python -m benches.decode --geometry 8b [--output FILE] [--dry]
 
 Systems: `transformers` (`generate`, one prompt after the other), `autoregressive` and every draft model through the
-engine. Draft models are those of the profile's trained runs, or the given checkpoint folders; with `--dry` there is a
-random tiny target with untrained heads, which shows that everything runs and nothing about speed. Prompts are the
-run's held-out ones; all systems decode the same, greedily, up to the same number of new tokens.
+engine. Draft models are those of the profile's trained runs, or the given checkpoint folders, named after the run
+where the folder is its `final`; with `--dry` there is a random tiny target with untrained heads, which shows that
+everything runs and nothing about speed. Prompts are the run's held-out ones; all systems decode the same, greedily, up
+to the same number of new tokens.
 
 With `--geometry` target and draft models have a real size and random weights in bf16, the systems are autoregression,
 DFlash and LiLiCorr at 1, 8 and 32 requests, and as many random prompts of 256 tokens are decoded as there are requests

@@ -19,6 +19,7 @@ from lilicorr.checkpoint import read_checkpoint, write_checkpoint
 from lilicorr.checkpoint.card import model_card
 from lilicorr.checkpoint.format import NATIVE, SPECULATORS
 from lilicorr.checkpoint.hub import push_to_hub
+from lilicorr.config import TargetConfig
 from lilicorr.target import Target
 from test_convert import command, make
 
@@ -145,9 +146,13 @@ def test_a_target_that_is_none_and_a_push_without_a_login_become_one_line(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path / "own", make(target, NATIVE, "lilicorr"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemExit, match="error: .*empty"):
-        command("inspect", tmp_path / "own", "--target", tmp_path / "empty")
+
+    def load_target(config: TargetConfig) -> Target:
+        raise OSError(f"{config.source} is not a valid model identifier")  # as transformers says it
+
+    monkeypatch.setattr("lilicorr.checkpoint.__main__.load_target", load_target)
+    with pytest.raises(SystemExit, match="error: no/where is not a valid model identifier"):
+        command("inspect", tmp_path / "own", "--target", "no/where")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(SystemExit, match="error: no login on the model hub"):
         command("push", tmp_path / "own", "me/draft")

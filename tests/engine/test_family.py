@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from toys import answer_of, random_prompts, requests_of, run_all, toy_engine
 
-from lilicorr.blocks import DraftOutput, Proposal, Verdict
-from lilicorr.checkpoint import load_draft_model, save_draft_model
+from lilicorr.blocks import DraftOutput, LossTerm, Proposal, Verdict
+from lilicorr.checkpoint import load_draft_model, read_checkpoint, save_draft_model, write_checkpoint
 from lilicorr.config import RunConfig
 from lilicorr.decode import Decoder, SamplingParams
+from lilicorr.lattice import Lattice, build_lattice
 from lilicorr.tiny import NUM_ROWS, byte_tokenizer
-from lilicorr.training import Trainer
+from lilicorr.training import Trainer, start_drafter
 from random_target import make_target
 from test_training import CONFIG, RUN, make_model, make_set
 
@@ -51,6 +53,38 @@ def test_a_family_end_to_end(family: str, tied: bool, tmp_path: Path) -> None:
     assert (torch.cat(wanted) >= NUM_IDS).any() and (torch.cat(proposed) < NUM_IDS).all()
     chunks = run_all(toy_engine(target, loaded), requests_of(prompts, lambda _: params))
     assert [answer_of(chunks[str(index)]) for index in range(4)] == expected
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("llama", False)])
+def test_a_published_drafter_trains_on_and_padding_is_no_candidate(
+    family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warm start from a plain drafter in its authors' format, for targets that are not Qwen3."""
+    target = make_target(family, dtype=torch.float32, vocab=NUM_ROWS, tied=tied)
+    target.tokenizer = byte_tokenizer()
+    published, model = make_model(target, "argmax"), make_model(target)
+    torch.nn.init.normal_(published.drafter.fc.weight)
+    save_draft_model(tmp_path / "own", published, {}, "float32")
+    write_checkpoint(tmp_path / "zlab", read_checkpoint(tmp_path / "own"), "zlab")
+    start_drafter(model, tmp_path / "zlab", target)
+    assert torch.equal(model.drafter.fc.weight, published.drafter.fc.weight)
+    model.draft_rows = model.draft_rows.clone()
+    model.draft_rows[NUM_IDS:] *= 20
+    wanted, chosen, loss = [], [], model.head.loss
+
+    def recorded_loss(draft: DraftOutput, *rest: Any) -> dict[str, LossTerm]:
+        wanted.append(draft.logits.argmax(dim=-1))
+        return loss(draft, *rest)
+
+    def recorded_lattice(token_ids: torch.Tensor, log_probs: torch.Tensor) -> Lattice:
+        chosen.append(token_ids)
+        return build_lattice(token_ids, log_probs)
+
+    model.head.loss = recorded_loss
+    monkeypatch.setattr("lilicorr.heads.lilicorr.build_lattice", recorded_lattice)
+    assert 0 < Trainer(target, make_set(tmp_path), CONFIG, RUN, model).step(0)["loss"] < math.inf
+    assert not torch.equal(model.drafter.fc.weight, published.drafter.fc.weight)
+    assert (torch.cat(wanted) >= NUM_IDS).any() and (torch.cat(chosen) < NUM_IDS).all()
 
 
 def test_the_plain_head_in_the_engine_leaves_padding_alone(tmp_path: Path) -> None:
