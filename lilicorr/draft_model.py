@@ -69,10 +69,10 @@ class DraftModel(nn.Module):
             num_ids = int((vocab_ids < num_ids).sum())
         size = embed.shape[0] if vocab_ids is None else len(vocab_ids)
         self.num_ids = None if num_ids is None or num_ids >= size else num_ids  # of the draft vocabulary
-        if spec.num_candidates > (self.num_ids or size):
-            raise ValueError(
-                f"num_candidates must be at most {self.num_ids or size}, all there are, got {spec.num_candidates}"
-            )
+        most = self.num_ids or size
+        # of a head that takes no candidates a checkpoint names no number
+        if HEADS[head].format.candidates_field is not None and spec.num_candidates > most:
+            raise ValueError(f"num_candidates must be at most {most}, all there are, got {spec.num_candidates}")
         draft_rows = lm_head.detach() if vocab_ids is None else lm_head.detach()[vocab_ids]
         self.register_buffer("draft_rows", draft_rows, persistent=False)
 

@@ -106,6 +106,7 @@ class Step:
         self.width, self.one_shape, self.trims = width, one_shape, trims
         self.num_slots = drafter.num_slots if drafter is not None else 0
         assert width > self.num_slots, f"{width} positions cannot hold an anchor and {self.num_slots} drafts"
+        assert one_shape or width == self.num_slots + 1, f"{width} positions for {self.num_slots + 1} tokens"
 
     @torch.no_grad()
     def decode(self, rows: Tensor, num_pages: int, mix: Mix, width: int | None = None) -> Outcome:
@@ -118,8 +119,9 @@ class Step:
         active, starts, anchor_ids = state.active[rows], state.lengths[rows], state.anchor_ids[rows]
         sampling = state.sampling(rows, starts + 1, mix.sampled, mix.filtered)
         table, inside = state.page_table[rows, :num_pages], torch.arange(self.width, device=rows.device) < num_tokens
-        # positions that only fill the pass up write nothing, so nothing may be read there either
-        real = torch.full_like(starts, num_tokens) if self.width > num_tokens else None
+        # positions that only fill the pass up write nothing, so nothing may be read there either; of one shape are the
+        # passes of a whole block too, as a kernel without lengths would be another one
+        real = torch.full_like(starts, num_tokens) if self.one_shape else None
         places = _places(table, starts, active[:, None] & inside, active * (starts + num_tokens), real)
 
         proposal = Proposal(anchor_ids.new_empty(len(rows), 0))

@@ -12,6 +12,7 @@ from lilicorr.config import EngineConfig
 from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.engine.request import Request
 from lilicorr.heads import HEADS
+from lilicorr.kernels.attention import paged_attention
 
 
 def test_generate_is_the_reference_decoder() -> None:
@@ -355,3 +356,23 @@ def test_deterministic_answers_have_the_same_bits_in_any_company(dtype: torch.dt
     assert engine.scheduler.num_preemptions > 0
     alone = toys.run_all(toys.toy_engine(target, None, **settings), requests[3:4])
     assert toys.answer_of(alone["3"]) == expected["3"]
+
+
+def test_deterministic_passes_of_the_target_ask_for_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles and splits of attention follow from these shapes: with others the same position has other bits."""
+    target, found = toys.toy_target(vocab=67), {}
+    requests = toys.requests_of([[1 + i % 50 for i in range(n)] for n in (3, 70)], lambda i: SamplingParams(6))
+
+    def watched(queries, k_pages, v_pages, table, kv_lengths, causal, lengths, reading):
+        if causal:
+            found[head].add((*queries.shape, *table.shape, lengths is None))
+        return paged_attention(queries, k_pages, v_pages, table, kv_lengths, causal, lengths, reading=reading)
+
+    monkeypatch.setattr("lilicorr.engine.model.paged_attention", watched)
+    for head, block_size in ((None, 1), ("argmax", 4), ("lilicorr", 8)):
+        found[head] = set()
+        draft_model = toys.toy_draft_model(target, head, block_size) if head else None
+        toys.run_all(
+            toys.toy_engine(target, draft_model, deterministic=True, deterministic_width=8, max_running=3), requests
+        )
+    assert found[None] == found["argmax"] == found["lilicorr"] and len(found[None]) == 1
