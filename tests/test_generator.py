@@ -12,6 +12,7 @@ from fake_generator import END, ReplayGenerator, conversation, conversations, ha
 from lilicorr.chat import answer_text, render_prompt
 from lilicorr.config import EngineConfig, TargetConfig
 from lilicorr.engine.engine import Engine
+from lilicorr.engine.pages import PAGE_SIZE
 from lilicorr.generator import (
     Completion,
     ConversationResult,
@@ -272,3 +273,20 @@ def test_conversations_of_a_real_engine(target: Target, make: Callable[..., Gene
         for turn in results[c.cid].turns:
             assert turn.completion_ids == greedy_alone(target, turn.prompt_ids, 16)
             assert turn.messages[-1]["content"] == answer_text(target.tokenizer, turn.completion_ids)
+
+
+def test_a_later_turn_finds_its_history_in_the_prefix_cache(target: Target) -> None:
+    """Every whole page of it that the engine has run, with other conversations answered in between."""
+    asked = [conversation(*[f"{i}.{t} " + "x" * 70 for t in range(3)]) for i in range(6)]
+    generator = engine_generator(target, batch_size=2)
+    poll = generator.poll  # the random target hardly ever stops, and nobody goes on behind an answer that is cut
+    generator.poll = lambda: [(key, Completion(answer.token_ids, "stop")) for key, answer in poll()]
+    results = regenerate_conversations(asked, target.tokenizer, generator, DialogueSettings({}, 16))
+    known = later = 0
+    for turns in [result.turns for result in results]:
+        for last, turn in zip(turns, turns[1:]):
+            before = last.prompt_ids + last.completion_ids[:-1]  # the answer's last token is never run
+            common = next((i for i, (a, b) in enumerate(zip(before, turn.prompt_ids)) if a != b), len(before))
+            known += common // PAGE_SIZE * PAGE_SIZE
+            later += len(turn.prompt_ids)
+    assert generator.engine.scheduler.num_cached_tokens == known > later / 3
