@@ -86,3 +86,14 @@ def test_limits_of_the_kernel(device: str):
         topk_lse_triton(torch.zeros(1, 9, device=device), 3)
     with pytest.raises(AssertionError, match="no gradient"):
         topk_lse_triton(torch.zeros(1, 9, device=device, requires_grad=True), 2)
+
+
+@pytest.mark.parametrize("vocab", [9, 1500])
+def test_broken_rows_have_ids_of_the_vocabulary(vocab: int, device: str):
+    """They are looked up before anyone learns that the row is broken."""
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(vocab))
+    expected = topk_lse_reference(logits[3:], 8)[1]
+    logits[0] = logits[1, ::2] = math.nan
+    logits[2, 5] = math.inf
+    ids = topk_lse_triton(logits.to(device), 8)[1].cpu()
+    assert ((ids >= 0) & (ids < vocab)).all() and torch.equal(ids[3:], expected)
