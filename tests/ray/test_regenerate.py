@@ -297,39 +297,25 @@ def test_a_killed_actor_costs_its_open_shard_and_a_slow_row_nobody_else(config: 
     retried = [shards.read_manifest(folder_of(config), s)["attempt"] for s in plan.shards]
     assert retried[[shard.id <= killed for shard in plan.shards].count(True) - 1] >= 2
     processes = len(list(trace.glob("pid-*")))
-    assert processes == 3  # two actors, one of them twice
+    assert processes in (2, 3)  # two actors, one of them twice unless the other has made all before it is back
     assert regenerate.run(config, make_traced) == numbers
     assert len(list(trace.glob("pid-*"))) == processes  # nothing to do: no actor was started
-
-
-class Hanging(ReplayGenerator):
-    """The first process that meets question 9 never answers it."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(answer=self.reply)
-        self.folder = folder
-
-    def reply(self, prompt_ids: list[int], max_new_tokens: int) -> Completion:
-        if b"question 9.0" in bytes(i for i in prompt_ids if i < 256):
-            with contextlib.suppress(FileExistsError):
-                (self.folder / "hangs").touch(exist_ok=False)
-                (self.folder / "pid").write_text(str(os.getpid()))
-                time.sleep(10_000)
-        return hashed_answer(prompt_ids, max_new_tokens)
 
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_an_engine_that_hangs_is_not_waited_for(config: PipelineConfig, by_value: None) -> None:
-    trace = config.directory / "trace"
-    trace.mkdir()
+    pid = config.directory / "pid"
 
-    def make_hanging(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, ReplayGenerator]:
-        return byte_tokenizer(), Hanging(trace)
+    def hang_once(prompt_ids: list[int], max_new_tokens: int) -> Completion:
+        if b"question 9.0" in bytes(i for i in prompt_ids if i < 256) and not pid.exists():
+            pid.write_text(str(os.getpid()))
+            time.sleep(10_000)
+        return hashed_answer(prompt_ids, max_new_tokens)
 
-    numbers = regenerate.run(config, make_hanging)
+    numbers = regenerate.run(config, lambda _: (byte_tokenizer(), ReplayGenerator(hang_once)))
     assert found(config) == expected(config) and numbers["ok"] == 22
-    process = Path("/proc") / (trace / "pid").read_text()
+    process = Path("/proc") / pid.read_text()
     wait_for(lambda: not process.exists())  # its place is free for the next stage
 
 
