@@ -12,7 +12,6 @@ would hold up every stream.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -85,7 +84,7 @@ class Endpoint:
         return JSONResponse(await self._prepared(request, kind, lambda wanted: convert(self.model, wanted)))
 
     async def _prepared(self, request: Request, kind: type[Parsed], prepare: Callable[[Parsed], Made]) -> Made:
-        """What `prepare` makes of a request, on the tokenizer's thread."""
+        """What `prepare` makes of a request."""
 
         def parse_and_prepare(body: bytes) -> Made:
             wanted = parse(kind, body)
@@ -93,7 +92,7 @@ class Endpoint:
             return prepare(wanted)
 
         body = await read_body(request, self.limits.max_body_bytes)
-        return await asyncio.get_running_loop().run_in_executor(self.model.tokenizing, parse_and_prepare, body)
+        return await self.model.aside(parse_and_prepare, body)
 
 
 def build_api(model: ServedModel, replica: Replica, limits: Limits | None = None) -> FastAPI:

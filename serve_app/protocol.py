@@ -189,7 +189,7 @@ class AnswerRequest(_Strict):
     skip_special_tokens: bool | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], AfterValidator(_bias)] | None = None
     cache_salt: Text | None = None
     return_token_ids: bool | None = None

@@ -10,10 +10,11 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,6 +31,8 @@ from serve_app.detokenize import token_table
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 8
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,19 @@ class ServedModel:
     # Rendering a long prompt must not hold up the streams, and a tokenizer serves one thread at a time.
     tokenizing: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="tokenizing"))
 
-    async def render(self, messages: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> list[int]:
-        """Token ids of a conversation and the beginning of its answer. Raises ChatError as `chat.render_prompt`."""
-        arguments = (self.tokenizer, messages, template_kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self.tokenizing, render_prompt, *arguments)
+    async def aside(self, work: Callable[..., Made], *arguments: Any) -> Made:
+        """What `work` makes of its arguments, on the tokenizer's thread: on the event loop it would hold up streams.
+
+        RuntimeError stands for a StopIteration, which asyncio does not carry: whoever waits for it would wait for ever.
+        """
+
+        def finish() -> Made:
+            try:
+                return work(*arguments)
+            except StopIteration as error:
+                raise RuntimeError(f"StopIteration from {work}") from error
+
+        return await asyncio.get_running_loop().run_in_executor(self.tokenizing, finish)
 
 
 def open_model(args: AppArgs) -> tuple[ServedModel, Engine]:
