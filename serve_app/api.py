@@ -124,5 +124,5 @@ def build_api(model: ServedModel, replica: Replica, limits: Limits | None = None
         return JSONResponse({"version": lilicorr.__version__, "fingerprint": model.fingerprint})
 
     handle_errors(app)
-    app.add_middleware(Guard, keys=limits.api_keys)
+    app.add_middleware(Guard, keys=limits.api_keys, adds_id=not limits.behind_proxy)
     return app

@@ -12,7 +12,6 @@ behind the accepted drafts of every block. The text of a character that spans to
 
 from __future__ import annotations
 
-import json
 import secrets
 import uuid
 from collections.abc import AsyncIterator
@@ -27,6 +26,7 @@ from lilicorr.engine.request import Request as EngineRequest
 from lilicorr.engine.request import TokenChunk
 from serve_app.chat_completions import render
 from serve_app.detokenize import TextStream
+from serve_app.encoding import json_line
 from serve_app.errors import ApiError, internal_error
 from serve_app.generation import EventStream
 from serve_app.guard import read_body
@@ -108,4 +108,4 @@ def _run(chunk: TokenChunk, text: TextStream) -> dict[str, Any]:
 
 
 def _line(data: dict[str, Any]) -> bytes:
-    return json.dumps(data, ensure_ascii=False).encode() + b"\n"
+    return json_line(data).encode() + b"\n"

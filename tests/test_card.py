@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shlex
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -89,6 +90,19 @@ def test_what_is_unknown_is_left_out_and_what_no_server_reads_is_said(target: Ta
     assert '"method": "dspark"' in dspark and "--speculative-algorithm DSPARK" in dspark
     thinking = card_of(target, NATIVE, "dspark", INFO | {"template_kwargs": {"enable_thinking": True}})
     assert "| reasoning | on: trained on answers with reasoning" in thinking
+
+
+@pytest.mark.parametrize("kwargs", [{"enable_thinking": False}, {}])
+def test_the_command_of_the_card_is_one_that_the_endpoint_takes(target: Target, kwargs: dict[str, Any]) -> None:
+    """`serve run` passes what stands behind the = as a string."""
+    from serve_app.args import AppArgs
+
+    card = card_of(target, NATIVE, "lilicorr", INFO | {"template_kwargs": kwargs})
+    (line,) = (line for line in card.splitlines() if line.strip().startswith("serve run "))
+    program, run, builder, *arguments = shlex.split(line)
+    assert (program, run, builder) == ("serve", "run", "serve_app.app:build_app")
+    args = AppArgs(**dict(argument.split("=", 1) for argument in arguments))
+    assert args.checkpoint == "CHECKPOINT" and args.target == "Qwen/Qwen3-8B" and args.template_kwargs == kwargs
 
 
 def test_convert_puts_an_evaluation_into_the_card(target: Target, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from lilicorr.checkpoint.store import (
     load_draft_model,
     read_checkpoint,
     read_info,
+    read_layer_ids,
     save_draft_model,
     write_checkpoint,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "load_draft_model",
     "read_checkpoint",
     "read_info",
+    "read_layer_ids",
     "save_draft_model",
     "write_checkpoint",
 ]

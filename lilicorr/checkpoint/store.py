@@ -195,11 +195,7 @@ def read_checkpoint(folder: Path, target: Target | None = None) -> Checkpoint:
 def decode(folder: Path, top: dict[str, Any], tensors: dict[str, Tensor], target: Target | None = None) -> Checkpoint:
     """The checkpoint whose `config.json` and tensors are these, in any format; `folder` has what else there is."""
     path, foreign = folder / WEIGHTS, speculator.TYPE in top
-    if foreign:
-        layers = None if target is None else target.config.num_hidden_layers
-        config = speculator.decode_config(folder / CONFIG, top, layers)
-    else:
-        config = Fields(folder / CONFIG, top)
+    config = _fields(folder / CONFIG, top, None if target is None else target.config.num_hidden_layers)
     if target is not None:
         check_target(config, target)
     description = describe(config)
@@ -218,6 +214,20 @@ def decode(folder: Path, top: dict[str, Any], tensors: dict[str, Tensor], target
     for name, table in tables.items():
         _check_table(path, name, table, description, vocab_ids if foreign else None, target)
     return Checkpoint(description, tensors, tables, vocab_ids, _read_info(folder, top, description))
+
+
+def read_layer_ids(folder: Path) -> tuple[int, ...]:
+    """The target's layers that a checkpoint of any format reads, from 0, which loading its target takes.
+
+    Raises ValueError that names the field for a folder that does not say it.
+    """
+    path = Path(folder) / CONFIG
+    return tuple(_fields(path, read_json(path), None).get("target_layer_ids", list))
+
+
+def _fields(path: Path, top: dict[str, Any], num_target_layers: int | None) -> Fields:
+    """The fields of a config.json of any format, in our spelling."""
+    return speculator.decode_config(path, top, num_target_layers) if speculator.TYPE in top else Fields(path, top)
 
 
 def read_info(folder: Path) -> dict[str, Any]:

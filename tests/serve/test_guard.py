@@ -76,6 +76,20 @@ def test_every_answer_has_an_id(client: TestClient) -> None:
     assert len(set(made)) == 2 and all(len(request_id) == 32 for request_id in made)
 
 
+def test_behind_a_proxy_the_id_is_the_proxys_to_add() -> None:
+    app, replica = make_app(EchoEngine(), limits=Limits(api_keys=KEYS, behind_proxy=True))
+    with TestClient(app) as client:
+        for path in ("/health", CHAT):
+            assert "x-request-id" not in client.get(path, headers={"x-request-id": "mine"}).headers
+    replica.close()
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "²"])
+def test_odd_lengths(client: TestClient, length: str) -> None:
+    response = client.post(CHAT, content=b"{}", headers={"content-length": length.encode("latin-1")})
+    assert response.status_code == (413 if length.isdecimal() else 400)
+
+
 def test_unexpected_failure_is_a_500_that_names_the_request(
     monkeypatch: pytest.MonkeyPatch, client: TestClient
 ) -> None:

@@ -204,14 +204,22 @@ def test_a_refused_token_says_what_to_set(
 def test_a_config_file_is_what_serve_and_the_application_take(name: str) -> None:
     from ray.serve.schema import ServeDeploySchema
 
+    from serve_app.app import RETRY_AFTER_S, build_app
+
     (ours,) = CONFIGS[name]["applications"]
     ServeDeploySchema.model_validate(CONFIGS[name])
     args = AppArgs.model_validate(ours["args"])
     (endpoint,) = ours["deployments"]
     # what Serve lets through and what the replica expects are set in two places
     assert endpoint["max_ongoing_requests"] == args.max_ongoing_requests > args.max_requests
+    assert endpoint["max_queued_requests"] == args.max_queued_requests > 0  # while no replica runs
+    assert endpoint["backpressure_config"] == {"status_code": 503, "retry_after_s": RETRY_AFTER_S}
     assert endpoint["graceful_shutdown_timeout_s"] >= 300  # a long answer is finished, not cut
     assert "request_timeout_s" not in CONFIGS[name]["http_options"]  # it would end long streams
+    deployed = build_app(args)._bound_deployment  # and where no config file says anything, the same holds
+    assert deployed.name == endpoint["name"] == scale.DEPLOYMENT
+    assert deployed.max_queued_requests == endpoint["max_queued_requests"]
+    assert deployed._deployment_config.backpressure_config.model_dump() == endpoint["backpressure_config"]
 
 
 def test_the_two_config_files_differ_in_scaling_alone() -> None:
