@@ -4,7 +4,7 @@ Place in the flow: body -> `protocol` -> prompts and sampling params -> `generat
 answers -> SSE events or one response.
 
     POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{id}
-    POST /tokenize              POST /detokenize       GET /health      GET /version
+    POST /tokenize              POST /detokenize       GET /health      GET /version   GET /openapi.json
 
 Parsing a body, applying the template and tokenising happen on the tokenizer's thread: on the event loop a long prompt
 would hold up every stream.
@@ -24,6 +24,7 @@ from serve_app.completions import CompletionWriter, completion_prompts
 from serve_app.errors import ApiError, handle_errors
 from serve_app.generation import Generation, Prompt, Writer
 from serve_app.guard import Guard, Limits, read_body
+from serve_app.openapi import document
 from serve_app.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Parsed, TokenizeRequest, parse
 from serve_app.replica import Replica
 from serve_app.served_model import ServedModel
@@ -118,6 +119,12 @@ def build_api(model: ServedModel, replica: Replica, limits: Limits | None = None
     async def health() -> Response:
         replica.check()
         return Response(status_code=200)
+
+    described = document()
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JSONResponse(described)
 
     @app.get("/version")
     async def version() -> Response:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import httpx2
 import pytest
 from fakes import CHAT, COMPLETIONS, chat_tokenizer, listening
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from models import save_random_checkpoint
 from odd import PATHS, edge_bodies, odd_bodies, right_body
+from schemas import ANY, values
 
 from lilicorr.chat import FIRST_PRIVATE, LAST_PRIVATE
 from lilicorr.tiny import tiny_target_folder
 from serve_app.api import build_api
 from serve_app.args import AppArgs
+from serve_app.openapi import POSTS, document
 from serve_app.protocol import CompletionRequest
 from serve_app.replica import Replica
 from serve_app.sampling import sampling_params
 from serve_app.served_model import open_model
 
+DOCUMENT = document()
+SCHEMAS = DOCUMENT["components"]["schemas"]
 TIMEOUT_S = 60.0  # a request that never ends is a failure
 
 
@@ -59,6 +67,36 @@ def test_no_number_harms_the_engine(client: httpx2.Client, path: str) -> None:
         assert response.status_code in (200, 400), (content, response.text)
     assert client.get("/health").status_code == 200
     assert client.post(path, json=right_body(path, "tiny")).status_code == 200
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any], bool]:
+    """A path, a body as the document allows it, and whether one field holds something else instead."""
+    path = draw(st.sampled_from(sorted(POSTS)))
+    wanted = draw(values({"$ref": POSTS[path][0].__name__}, SCHEMAS))
+    if draw(st.integers(0, 7)):
+        wanted["model"] = "tiny"
+    odd = draw(st.integers(0, 3)) == 0
+    if odd:
+        wanted[draw(st.sampled_from(sorted(SCHEMAS[POSTS[path][0].__name__]["properties"])))] = draw(ANY)
+    return path, wanted, odd
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(request=requests())
+def test_what_the_document_allows_is_answered_as_it_says(
+    client: httpx2.Client, request: tuple[str, dict[str, Any], bool]
+) -> None:
+    path, wanted, odd = request
+    response = client.post(path, content=json.dumps(wanted).encode())
+    assert response.status_code in (200, 400, 404), response.text
+    assert str(response.status_code) in DOCUMENT["paths"][path]["post"]["responses"]
+    if response.status_code == 200:
+        assert "internal_error" not in response.text
+    elif not odd:
+        code = response.json()["error"]["code"]
+        assert code not in ("unknown_parameter", "missing_required_parameter", "invalid_json", "unsupported_parameter")
+    assert client.get("/health").status_code == 200
 
 
 def test_a_top_k_beyond_the_vocabulary_is_all_of_it(client: httpx2.Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,7 +32,7 @@ def fixed() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale, "POLL_S", 0.01)
+    monkeypatch.setattr("serve_app.dashboard.POLL_S", 0.01)
 
 
 def test_an_autoscaled_endpoint_is_held_at_the_number_and_keeps_the_rest() -> None:
@@ -198,6 +199,14 @@ def test_a_refused_token_says_what_to_set(
     monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")
     assert scale.main(["2", "--address", dashboard[1]]) == 1
     assert "RAY_AUTH_TOKEN_PATH" in capsys.readouterr().err
+
+
+def test_the_values_for_two_cores_are_what_the_application_takes() -> None:
+    (block,) = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    args = AppArgs.model_validate(yaml.safe_load(block))
+    assert args.gpus == 0 and 2 * args.cpus <= 1 and args.engine_config.max_running == 4
 
 
 @pytest.mark.parametrize("name", CONFIGS)
