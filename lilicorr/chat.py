@@ -94,7 +94,10 @@ def _hide(messages: Sequence[Message], pattern: re.Pattern[str]) -> tuple[list[M
 
     def stand_in(match: re.Match[str]) -> str:
         if match[0] not in by_text:
-            by_text[match[0]] = next(free)
+            character = next(free, None)
+            if character is None:
+                raise ChatError("special-token text in a message, and no private-use character left to stand in for it")
+            by_text[match[0]] = character
         return by_text[match[0]]
 
     hidden = [{**message, "content": pattern.sub(stand_in, message["content"])} for message in messages]

@@ -281,6 +281,11 @@ class DeployConfig:
     gpus_per_replica: float = 1.0
     max_model_len: int | None = None
     yarn: YarnConfig | None = None
+    engine: EngineConfig = EngineConfig()  # without its max_model_len, which stands above
+    max_queue: int = 64  # requests of a replica that wait for a row; more are answered 429
+    max_ongoing_requests: int = 128  # what Serve sends to one replica; more than engine.max_running + max_queue
+    api_key_file: str | None = None  # keys, one a line, of which a request must have one
+    admin_key_file: str | None = None  # the key that setting replicas on the page /ui asks for
 
     def __post_init__(self) -> None:
         at_least(self, 1, "port", "num_replicas", "max_model_len")

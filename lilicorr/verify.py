@@ -64,8 +64,8 @@ def check_sampling(temperature: float, top_k: int, top_p: float, seed: int, min_
     """Raise ValueError for a value that a user may not set."""
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature must be finite and >= 0 (0 is greedy), got {temperature}")
-    if top_k < 0:
-        raise ValueError(f"top_k must be >= 0 (0 is off), got {top_k}")
+    if not 0 <= top_k < 2**63:
+        raise ValueError(f"top_k must be >= 0 (0 is off) and fit in 64 bits with sign, got {top_k}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1] (1 is off), got {top_p}")
     if not 0 <= min_p <= 1:

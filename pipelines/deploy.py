@@ -20,7 +20,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 import urllib.request
 from dataclasses import asdict
 from pathlib import Path
@@ -31,19 +30,19 @@ if __name__ == "__main__":
 
 import yaml
 
-from lilicorr.config import DeployConfig, PipelineConfig, YarnConfig, fingerprint
+from lilicorr.config import DeployConfig, EngineConfig, PipelineConfig, YarnConfig, fingerprint
 from lilicorr.provenance import sha256_tree, write_atomic, write_json
 from pipelines import local
-from serve_app.dashboard import POLL_S, REQUEST_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, Dashboard, cluster_token
+from serve_app.dashboard import REQUEST_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, Dashboard, cluster_token, wait_for
+from serve_app.scale import APP
+from serve_app.scale import TIMEOUT_S as START_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
-APP = "lilicorr"  # name of the application in Serve
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("lilicorr", "serve_app")  # what a replica imports
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses of all interfaces -> of the loopback one
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-START_TIMEOUT_S = 1800.0  # weights of a large target take minutes
-REPORT_S = 15.0
 EXAMPLE_CHARS = 400
 
 
@@ -68,7 +67,7 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     }
     write_atomic(folder / "serve.yaml", yaml.safe_dump(serve_config, sort_keys=False).encode())
     dashboard.deploy(serve_config)
-    url = f"http://{deploy.host if deploy.host != '0.0.0.0' else '127.0.0.1'}:{deploy.port}"
+    url = url_of(deploy.host, deploy.port)
     version = application["args"]["version"]
     wait_until_running(dashboard, version)
     wait_until_serving(url, version)
@@ -85,6 +84,12 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     write_json(folder / "endpoint.json", endpoint)
     logger.info("the endpoint is up; try\n%s", endpoint["curl"])
     return {"url": url, "model": deploy.model_name, "version": version}
+
+
+def url_of(host: str, port: int) -> str:
+    """The endpoint's address on this machine; `host` is where Serve listens, of either kind of IP."""
+    reached = EVERYWHERE.get(host, host)
+    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
 
 
 def deployed_checkpoint(config: PipelineConfig) -> Path:
@@ -144,6 +149,11 @@ def build_application(config: PipelineConfig, checkpoint: Path, code: Path) -> d
         max_model_len=deploy.max_model_len,
         num_replicas=deploy.num_replicas,
         gpus=deploy.gpus_per_replica,
+        engine=changed_fields(deploy.engine),
+        max_queue=deploy.max_queue,
+        max_ongoing_requests=deploy.max_ongoing_requests,
+        api_key_file=absolute(deploy.api_key_file),
+        admin_key_file=absolute(deploy.admin_key_file),
         version=version_of(checkpoint, code.name, deploy.yarn),
     )
     return {
@@ -153,6 +163,20 @@ def build_application(config: PipelineConfig, checkpoint: Path, code: Path) -> d
         "runtime_env": {"working_dir": f"local://{code}", "env_vars": {"PYTHONDONTWRITEBYTECODE": "1"}},
         "args": args.model_dump(),
     }
+
+
+def changed_fields(config: EngineConfig) -> dict[str, Any]:
+    """The fields that are not at their defaults."""
+    return {name: value for name, value in asdict(config).items() if value != getattr(EngineConfig(), name)}
+
+
+def absolute(path: str | None) -> str | None:
+    """A key file's path as replicas find it, whose working directory is another; raises ValueError without the file."""
+    if path is None:
+        return None
+    if not Path(path).is_file():
+        raise ValueError(f"the key file {path} of deploy does not exist")
+    return str(Path(path).resolve())
 
 
 def find_dashboard(config: PipelineConfig) -> Dashboard:
@@ -220,24 +244,18 @@ def other_applications(dashboard: Dashboard) -> list[dict[str, Any]]:
 
 def wait_until_running(dashboard: Dashboard, version: str) -> None:
     """Poll Serve until the application runs in this version; raises RuntimeError if it fails or takes too long."""
-    started = reported = time.monotonic()
-    while True:
+
+    def look() -> bool | str:
         status, report, running = application_state(dashboard)
-        if running == version and status == "RUNNING":
-            return
-        now = time.monotonic()
         if status == "DEPLOY_FAILED":
             raise RuntimeError(f"the application did not start: {report}")
-        if now - started > START_TIMEOUT_S:
-            raise RuntimeError(f"the application is {status} after {START_TIMEOUT_S:.0f} s: {report}")
-        if now - reported > REPORT_S:
-            reported = now
-            logger.info("the application is %s %s", status, report)
-        time.sleep(POLL_S)
+        return (running == version and status == "RUNNING") or f"{status} {report}"
+
+    wait_for(look, "the application", START_TIMEOUT_S)
 
 
 def application_state(dashboard: Dashboard) -> tuple[str, str, str | None]:
-    """The application's status, Serve's words about it, and its version; a dashboard too busy to answer is UNKNOWN."""
+    """The application's status, Serve's words about it, its version; a dashboard too busy to answer is UNKNOWN."""
     try:
         application = dashboard.details()["applications"].get(APP, {})
     except RuntimeError as error:
@@ -250,21 +268,18 @@ def application_state(dashboard: Dashboard) -> tuple[str, str, str | None]:
 
 def wait_until_serving(url: str, version: str) -> None:
     """Poll the endpoint itself until it is healthy and answers in this version."""
-    deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
-    problem = "no answer"
-    while time.monotonic() < deadline:
+
+    def look() -> bool | str:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=REQUEST_TIMEOUT_S):
                 pass
             with urllib.request.urlopen(f"{url}/v1/models", timeout=REQUEST_TIMEOUT_S) as response:
                 found = json.load(response)["data"][0]["fingerprint"]
-            if found == version:
-                return
-            problem = f"it still serves version {found}"
         except OSError as error:
-            problem = str(error)
-        time.sleep(POLL_S)
-    raise RuntimeError(f"Serve says that the application runs, but {url} is not right: {problem}")
+            return str(error)
+        return found == version or f"it still serves version {found}"
+
+    wait_for(look, f"version {version} at {url}, of which Serve says that it runs,", SHUTDOWN_TIMEOUT_S)
 
 
 def example_message(held_out: Path) -> str:

@@ -4,7 +4,7 @@ Place in the flow: body -> `protocol` -> prompts and sampling params -> `generat
 answers -> SSE events or one response.
 
     POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{id}
-    POST /tokenize              POST /detokenize       GET /health      GET /version
+    POST /tokenize              POST /detokenize       GET /health      GET /version   GET /openapi.json
 
 Parsing a body, applying the template and tokenising happen on the tokenizer's thread: on the event loop a long prompt
 would hold up every stream.
@@ -12,7 +12,6 @@ would hold up every stream.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from serve_app.completions import CompletionWriter, completion_prompts
 from serve_app.errors import ApiError, handle_errors
 from serve_app.generation import Generation, Prompt, Writer
 from serve_app.guard import Guard, Limits, read_body
+from serve_app.openapi import document
 from serve_app.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Parsed, TokenizeRequest, parse
 from serve_app.replica import Replica
 from serve_app.served_model import ServedModel
@@ -85,7 +85,7 @@ class Endpoint:
         return JSONResponse(await self._prepared(request, kind, lambda wanted: convert(self.model, wanted)))
 
     async def _prepared(self, request: Request, kind: type[Parsed], prepare: Callable[[Parsed], Made]) -> Made:
-        """What `prepare` makes of a request, on the tokenizer's thread."""
+        """What `prepare` makes of a request."""
 
         def parse_and_prepare(body: bytes) -> Made:
             wanted = parse(kind, body)
@@ -93,7 +93,7 @@ class Endpoint:
             return prepare(wanted)
 
         body = await read_body(request, self.limits.max_body_bytes)
-        return await asyncio.get_running_loop().run_in_executor(self.model.tokenizing, parse_and_prepare, body)
+        return await self.model.aside(parse_and_prepare, body)
 
 
 def build_api(model: ServedModel, replica: Replica, limits: Limits | None = None) -> FastAPI:
@@ -120,10 +120,16 @@ def build_api(model: ServedModel, replica: Replica, limits: Limits | None = None
         replica.check()
         return Response(status_code=200)
 
+    described = document()
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JSONResponse(described)
+
     @app.get("/version")
     async def version() -> Response:
         return JSONResponse({"version": lilicorr.__version__, "fingerprint": model.fingerprint})
 
     handle_errors(app)
-    app.add_middleware(Guard, keys=limits.api_keys)
+    app.add_middleware(Guard, keys=limits.api_keys, adds_id=not limits.behind_proxy)
     return app

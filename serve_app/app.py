@@ -5,15 +5,17 @@ runs inside the replica, so a request makes one hop from the proxy, and a chunk 
 
     serve run serve_app.app:build_app checkpoint=/abs/path/train/lilicorr/final
 
-A replica that is shut down gets no new requests and has `DRAIN_S` to finish those it has.
+Serve sends nothing new to a replica that is to go, and waits up to `DRAIN_S` until its requests are answered.
 """
 
 # No `from __future__ import annotations` here: Serve reads the class that annotates the builder's argument.
 
 import time
+from collections.abc import Sequence
 
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.config import BackpressureConfig
 
 from serve_app import autoscaling
 from serve_app.api import build_api
@@ -22,26 +24,29 @@ from serve_app.controller import Controller
 from serve_app.guard import Limits, read_keys
 from serve_app.metrics import Report
 from serve_app.operations import Operations, read_admin_key
-from serve_app.peers import Peers
+from serve_app.peers import Peers, Plain
 from serve_app.replica import Replica
+from serve_app.scale import DEPLOYMENT
 from serve_app.served_model import open_model
 
 DRAIN_S = 600.0
+RETRY_AFTER_S = 5.0  # after a refusal of the proxy, whose queue fills while no replica runs
 
 
 @serve.deployment(
-    name="Endpoint",
+    name=DEPLOYMENT,
     graceful_shutdown_timeout_s=DRAIN_S,
     health_check_period_s=10,
     health_check_timeout_s=30,
     max_constructor_retry_count=3,
+    backpressure_config=BackpressureConfig(status_code=503, retry_after_s=RETRY_AFTER_S),
 )
 @serve.ingress()
 class Endpoint:
     """A replica: target, draft model, decoding thread and the HTTP side."""
 
     def __init__(self, args: AppArgs) -> None:
-        self._limits = Limits(args.max_body_bytes, read_keys(args.api_key_file))
+        self._limits = Limits(args.max_body_bytes, read_keys(args.api_key_file), behind_proxy=True)
         admin_key = read_admin_key(args.admin_key_file)
         self._model, engine = open_model(args)
         self._rows = args.engine_config.max_running
@@ -60,14 +65,13 @@ class Endpoint:
     def __del__(self) -> None:
         """Serve calls it when the requests of a replica that shuts down are answered, or their time is over."""
         if hasattr(self, "_replica"):  # else the models could not be loaded
-            self._replica.drain()
             self._replica.close()
 
     def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
         self._replica.check()
 
-    async def exchange(self, report: Report) -> dict[str, Report]:
+    async def exchange(self, report: Plain) -> dict[str, Plain]:
         """Another replica's report for all that are known here, see `peers`."""
         return self._peers.exchange(report)
 
@@ -81,10 +85,10 @@ class Endpoint:
         recorder = self._replica.recorder
         return Report(self._name, time.time(), self._rows, self._replica.snapshot(), recorder.histograms())
 
-    async def _ask_others(self, report: Report) -> list[dict[str, Report]]:
+    async def _ask_others(self, report: Plain) -> Sequence[dict[str, Plain] | BaseException]:
         context = serve.get_replica_context()
         handle = serve.get_deployment_handle(context.deployment, context.app_name)
-        return await handle.broadcast("exchange", report).results_async()
+        return await handle.broadcast("exchange", report).results_async(return_exceptions=True)
 
 
 def build_app(args: AppArgs) -> serve.Application:
@@ -93,5 +97,6 @@ def build_app(args: AppArgs) -> serve.Application:
         num_replicas=args.num_replicas,
         ray_actor_options={"num_cpus": args.cpus, "num_gpus": args.gpus},
         max_ongoing_requests=args.max_ongoing_requests,
+        max_queued_requests=args.max_queued_requests,
     )
     return deployment.bind(args)

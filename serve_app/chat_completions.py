@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: conversations in, the assistant's answers out.
 
-Place in the flow: `api` has one `Renderer` for all requests and makes a `ChatWriter` for each.
+Place in the flow: `api` has `chat_prompts` render a request's conversation and makes a `ChatWriter` for its answers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from serve_app.protocol import ChatRequest, Message, Rendering
 from serve_app.served_model import ServedModel
 
 
-def render(model: ServedModel, messages: list[Message], wanted: Rendering) -> list[int]:
-    """Token ids of a conversation. Raises ApiError (400) for one that the chat template refuses."""
+def render(model: ServedModel, messages: list[Message], wanted: Rendering, field: str = "messages") -> list[int]:
+    """Token ids of a conversation. Raises ApiError (400) that names `field` for one that the chat template refuses."""
     continued = bool(wanted.continue_final_message)
     prompted = not continued if wanted.add_generation_prompt is None else wanted.add_generation_prompt
     kwargs = model.template_kwargs | (wanted.chat_template_kwargs or {})
@@ -25,9 +25,9 @@ def render(model: ServedModel, messages: list[Message], wanted: Rendering) -> li
     try:
         token_ids = chat.render_prompt(model.tokenizer, [message.as_dict() for message in messages], kwargs)
     except chat.ChatError as error:
-        raise ApiError(400, str(error), "messages", "invalid_value") from error
+        raise ApiError(400, str(error), field, "invalid_value") from error
     if not token_ids:
-        raise ApiError(400, "messages: the chat template makes no text of them", "messages", "invalid_value")
+        raise ApiError(400, f"{field}: the chat template makes no text of this", field, "invalid_value")
     return token_ids
 
 

@@ -7,13 +7,17 @@ token wherever RAY_AUTH_MODE is `token`, and its own local clusters are in that 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 APPLICATIONS = "/api/serve/applications/"
 SCALE = "/api/v1/applications/{app}/deployments/{deployment}/scale"
@@ -21,6 +25,7 @@ DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 REQUEST_TIMEOUT_S = 180.0  # the first answer of a dashboard on a loaded machine takes a minute
 SHUTDOWN_TIMEOUT_S = 120.0
 POLL_S = 1.0
+REPORT_S = 15.0
 
 
 class Dashboard:
@@ -46,11 +51,7 @@ class Dashboard:
     def shut_down_serve(self) -> None:
         """End Serve, and wait until it has ended."""
         self._ask("DELETE", APPLICATIONS)
-        deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
-        while self.details().get("http_options"):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"Serve of {self.url} did not end within {SHUTDOWN_TIMEOUT_S:.0f} s")
-            time.sleep(POLL_S)
+        wait_for(lambda: not self.details().get("http_options"), f"the end of Serve of {self.url}", SHUTDOWN_TIMEOUT_S)
 
     def _ask(self, method: str, path: str, body: Any = None) -> bytes:
         headers = {"Content-Type": "application/json"}
@@ -68,6 +69,22 @@ class Dashboard:
             raise RuntimeError(f"the Ray dashboard {self.url} answered {error.code} to {method}: {text}") from error
         except OSError as error:
             raise RuntimeError(f"the Ray dashboard {self.url} does not answer: {error}") from error
+
+
+def wait_for(look: Callable[[], bool | str], what: str, timeout_s: float) -> None:
+    """Look every `POLL_S` until `look` says True; a text is how far it is, which the log gets every `REPORT_S`.
+
+    Raises what `look` raises, and RuntimeError with its last words after `timeout_s`.
+    """
+    started = reported = time.monotonic()
+    while (found := look()) is not True:
+        now = time.monotonic()
+        if now - started > timeout_s:
+            raise RuntimeError(f"{what} is not there after {timeout_s:.0f} s: {found or 'no sign of it'}")
+        if now - reported > REPORT_S:
+            reported = now
+            logger.info("after %.0f s, waiting for %s: %s", now - started, what, found)
+        time.sleep(POLL_S)
 
 
 def cluster_token() -> str | None:

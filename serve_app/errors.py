@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from serve_app.replica import DrainingError, QueueFullError, ReplicaDeadError
+from serve_app.replica import QueueFullError, ReplicaDeadError
 
 RETRY_AFTER_S = 1
 
@@ -48,6 +48,11 @@ def internal_error(message: str) -> ApiError:
     return ApiError(500, message, None, "internal_error", "server_error")
 
 
+def unavailable(message: str) -> ApiError:
+    """What is asked cannot be done now, and may be later."""
+    return ApiError(503, message, None, "service_unavailable", "server_error", {"retry-after": str(RETRY_AFTER_S)})
+
+
 def handle_errors(app: FastAPI) -> None:
     """Every error leaves in OpenAI's shape."""
 
@@ -60,11 +65,9 @@ def handle_errors(app: FastAPI) -> None:
         headers = {"retry-after": str(RETRY_AFTER_S)}
         return ApiError(429, str(error), None, "rate_limit_exceeded", "rate_limit_error", headers).response()
 
-    @app.exception_handler(DrainingError)
     @app.exception_handler(ReplicaDeadError)
-    async def unavailable(_request: Request, error: Exception) -> Response:
-        headers = {"retry-after": str(RETRY_AFTER_S)}
-        return ApiError(503, str(error), None, "service_unavailable", "server_error", headers).response()
+    async def dead(_request: Request, error: ReplicaDeadError) -> Response:
+        return unavailable(str(error)).response()
 
     @app.exception_handler(HTTPException)
     async def http(_request: Request, error: HTTPException) -> Response:

@@ -8,7 +8,6 @@ streamed and a whole answer run through the same code, so their texts and counts
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 import uuid
@@ -18,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from lilicorr.engine.request import Request as EngineRequest
 from serve_app.answer import Answer, Delta, Speculation, usage
 from serve_app.detokenize import TextStream
+from serve_app.encoding import json_bytes, json_line
 from serve_app.errors import ApiError, internal_error
 from serve_app.guard import CLIENT_LEFT
 from serve_app.protocol import AnswerRequest
@@ -175,9 +175,13 @@ class Generation:
         finally:
             collecting.cancel()
             leaving.cancel()
-        choices = [self.writer.whole(choice, deltas[choice.index]) for choice in self.choices]
-        body = self._envelope(self.writer.kind) | self.writer.envelope(self.choices)
-        return JSONResponse(body | {"choices": choices, "usage": self._usage(self.choices)} | self._metrics())
+
+        def written() -> bytes:
+            choices = [self.writer.whole(choice, deltas[choice.index]) for choice in self.choices]
+            body = self._envelope(self.writer.kind) | self.writer.envelope(self.choices)
+            return json_bytes(body | {"choices": choices, "usage": self._usage(self.choices)} | self._metrics())
+
+        return Response(await self.model.aside(written), media_type="application/json")
 
     async def _events(self, ticket: Ticket) -> AsyncIterator[bytes]:
         """The answers as server-sent events: perhaps an opening, the text as it comes, the reason, the counts."""
@@ -194,6 +198,9 @@ class Generation:
             data, extra = envelope | extra | {"choices": [choice]} | counts | more, {}
             return sse(data)
 
+        def told(choice: Choice, delta: Delta, first: bool) -> bytes:
+            return event(self.writer.delta(choice, delta, first))
+
         try:
             openings = [self.writer.opening(choice) for choice in self.choices]
             for opening in filter(None, openings):
@@ -202,7 +209,8 @@ class Generation:
                 first = choice.index not in started
                 if delta.text or delta.logprobs or self.wanted.return_token_ids or (first and delta.prompt_logprobs):
                     started.add(choice.index)
-                    yield event(self.writer.delta(choice, delta, first))
+                    long = delta.prompt_logprobs is not None  # as long as the prompt
+                    yield await self.model.aside(told, choice, delta, first) if long else told(choice, delta, first)
                 if choice.answer.finish_reason is not None:
                     num_open -= 1
                     last = self._metrics() if num_open == 0 and not include_usage else {}
@@ -245,7 +253,7 @@ class Generation:
 
 def sse(data: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n".encode()
+    return f"data: {json_line(data)}\n\n".encode()
 
 
 async def _disconnected(request: Request) -> None:

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 # Asked by who holds no key: Serve's proxy, a load balancer, a browser (a page without data, which asks for the key).
 OPEN_PATHS = {"/health", "/ui"}
 CLIENT_LEFT = 499  # nobody reads the answer
+HEADER_ENCODING = "latin-1"  # of a header's bytes as text; those of a key are compared as they came
+MAX_DIGITS = 18  # of a length
 CLIENT_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -36,6 +38,7 @@ class Limits:
 
     max_body_bytes: int = 4 * 2**20
     api_keys: tuple[str, ...] = ()  # none: the endpoint is open
+    behind_proxy: bool = False  # one that gives every request an id, and every answer its request's
 
 
 def read_keys(path: str | None) -> tuple[str, ...]:
@@ -51,11 +54,11 @@ def read_keys(path: str | None) -> tuple[str, ...]:
 class Guard:
     """Answers 401 where a key is needed and missing, and 500 for what nobody expected.
 
-    Every answer has an `x-request-id`, the client's own if it sent one.
+    Every answer has an `x-request-id`, the client's own if it sent one; behind Serve's proxy the proxy adds it.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, keys: Iterable[str], adds_id: bool = True) -> None:
+        self._app, self._adds_id = app, adds_id
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,7 +75,8 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                if self._adds_id:
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -93,7 +97,7 @@ class Guard:
     def _admits(self, authorization: str) -> bool:
         """Whether the header has one of the keys; the time it takes says nothing about them."""
         kind, _, key = authorization.partition(" ")
-        given = _digest(key.strip().encode())
+        given = _digest(key.strip(" \t").encode(HEADER_ENCODING))
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return not self._digests or (kind.lower() == "bearer" and any(matches))
 
@@ -106,7 +110,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """The body of a request. Raises ApiError (413) as soon as it is known to be larger than `max_bytes`."""
     too_large = ApiError(413, f"the body has more than {max_bytes} bytes", code="request_too_large")
     declared: Any = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > max_bytes:
+    if declared.isdecimal() and (len(declared) > MAX_DIGITS or int(declared) > max_bytes):
         raise too_large
     body = bytearray()
     try:

@@ -14,7 +14,8 @@ blocks that were cut at the end of an answer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -23,6 +24,8 @@ from serve_app.recorder import HISTOGRAMS, Histogram
 from serve_app.replica import Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+Record = TypeVar("Record")
+
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 # name -> what it is; `{label}` after a name is a label besides `model_name` and `replica`
@@ -66,6 +69,28 @@ class Report:
     histograms: dict[str, Histogram]
     num_gather_failures: int = 0
 
+    def plain(self) -> dict[str, Any]:
+        """As it goes to other replicas, without any class: during an update some are of another version."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, plain: Any) -> Report:
+        """The report of a replica of any version: what is not known here is left out, what is missing has its default.
+
+        Raises ValueError for what is no report.
+        """
+        try:
+            state, found = _known(Snapshot, plain["snapshot"]), plain["histograms"].items()
+            histograms = {name: _known(Histogram, values) for name, values in found}
+            return _known(cls, plain | {"snapshot": state, "histograms": histograms})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a replica's report ({type(error).__name__}: {error}): {plain!r:.200}") from error
+
+
+def _known(kind: type[Record], values: dict[str, Any]) -> Record:
+    """A record of those values that are its fields."""
+    return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
+
 
 def gauges(report: Report) -> dict[str, float]:
     """The values of GAUGES for a replica that is up."""
@@ -108,7 +133,7 @@ def counters(report: Report) -> dict[str, float | dict[str, float]]:
 
 def kv_usage(state: Snapshot) -> float:
     """Share of the pages that requests hold."""
-    return 1 - state.free_pages / state.total_pages
+    return (state.total_pages - state.free_pages) / max(1, state.total_pages)
 
 
 def exposition(model_name: str, reports: Iterable[tuple[Report, bool]]) -> bytes:
@@ -148,6 +173,7 @@ def _families(model_name: str, reports: list[tuple[Report, bool]]) -> Iterator[M
     for name, (text, _) in HISTOGRAMS.items():
         family = HistogramMetricFamily(name, text, labels=common)
         for report, _ in reports:
-            histogram = report.histograms[name]
-            family.add_metric((model_name, report.replica), histogram.cumulated(), histogram.sum)
+            histogram = report.histograms.get(name)
+            if histogram is not None:  # else the replica's version does not have it
+                family.add_metric((model_name, report.replica), histogram.cumulated(), histogram.sum)
         yield family

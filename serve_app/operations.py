@@ -28,8 +28,8 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from serve_app.errors import ApiError
-from serve_app.guard import read_body
+from serve_app.errors import ApiError, unavailable
+from serve_app.guard import HEADER_ENCODING, read_body
 from serve_app.metrics import CONTENT_TYPE, Report, exposition, kv_usage
 from serve_app.peers import Peers
 from serve_app.replica import Replica
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_REPLICAS = 1000  # a slip of the finger
 MIN_KEY_LENGTH = 16
 MAX_BODY_BYTES = 1024
-NO_KEY = "no admin key is configured: set admin_key_file in the application's arguments (docs/serving.md, Operating)"
+NO_KEY = "no admin key is configured: set admin_key_file in the application's arguments (docs/operations.md)"
 NO_SERVE = "this endpoint does not run in Ray Serve"
 # The page needs nothing from anywhere else, and nobody may frame it around the control.
 POLICY = (
@@ -144,15 +144,17 @@ class Operations:
     async def _set(self, request: Request) -> Response:
         if self._admin_key is None:
             raise ApiError(403, NO_KEY, code="admin_key_missing")
-        if not hmac.compare_digest(request.headers.get("x-admin-key", "").encode(), self._admin_key):
+        if not hmac.compare_digest(request.headers.get("x-admin-key", "").encode(HEADER_ENCODING), self._admin_key):
             raise ApiError(401, "the admin key is missing or wrong", code="invalid_admin_key")
         if self._serve is None:
-            raise ApiError(503, NO_SERVE, code="service_unavailable", kind="server_error")
+            raise unavailable(NO_SERVE)
         count = _wanted(await read_body(request, MAX_BODY_BYTES))
         try:
             before = await asyncio.to_thread(set_replicas, self._serve, count, count, *self._names)
         except ValueError as error:
             raise ApiError(409, str(error), code="cannot_scale") from error
+        except RuntimeError as error:
+            raise unavailable(f"Ray Serve's controller gave no answer: {error}") from error
         logger.info("the operations page set %d replicas; before: %s", count, before)
         return JSONResponse({"replicas": count, "before": before.wanted, "kind": before.kind}, status_code=202)
 

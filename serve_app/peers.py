@@ -4,7 +4,8 @@ Place in the flow: a request to /metrics or /ui/state reaches one replica, which
 (`DeploymentHandle.broadcast`) for their reports, gives its own, and answers with all of them. Between requests the
 replicas exchange reports every `PERIOD_S`, also one that drains, which is asked no more but still asks. So when
 a replica has gone its last report is known to the others: its counters stay, and sums over replicas never fall because
-one was taken away. The last `MAX_GONE` that have gone are kept.
+one was taken away. The last `MAX_GONE` that have gone are kept. Reports travel as plain values, so replicas of two
+versions understand each other during an update.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from serve_app.metrics import Report
 
@@ -25,43 +27,63 @@ STALE_S = 3 * PERIOD_S  # without news for so long a replica has gone
 ASK_TIMEOUT_S = 3.0
 MAX_GONE = 32
 
-Ask = Callable[[Report], Awaitable[list[dict[str, Report]]]]
+Plain = dict[str, Any]  # a report as it travels, see `Report.plain`
+Ask = Callable[[Plain], Awaitable[Sequence[dict[str, Plain] | BaseException]]]
 
 
 class Peers:
     """The reports of all replicas, on one event loop.
 
-    `own` makes this replica's; `ask` hands it to the others and returns what each knows, None where there are none.
+    `own` makes this replica's; `ask` hands it to the others and returns what each knows or why it said nothing, None
+    where there are none.
     """
 
     def __init__(self, own: Callable[[], Report], ask: Ask | None = None) -> None:
         self._own = own
         self._ask = ask
-        self._reports: dict[str, Report] = {}
+        self._name: str | None = None  # this replica's, once it has looked
+        self._told: Report | None = None  # its newest report that the others have
+        self._reports: dict[str, Report] = {}  # the others'
         self._heard: dict[str, float] = {}  # when a newer report came in (monotonic)
         self._num_failures = 0
 
-    def exchange(self, report: Report) -> dict[str, Report]:
+    def exchange(self, plain: Plain) -> dict[str, Plain]:
         """Another replica gives its report, and gets all that are known here."""
-        self._learn(report)
-        self._learn(self._look())
-        return dict(self._reports)
+        own = self._look()
+        self._read(plain)
+        return {report.replica: report.plain() for report in (*self._reports.values(), own)}
 
     async def gather(self) -> list[tuple[Report, bool]]:
-        """All reports, as fresh as they can be had, and whether each replica is up."""
+        """All reports, as fresh as they can be had, and whether each replica is up.
+
+        This replica's is the one that it gave to the others: if it died now they would still tell as much.
+        """
         own = self._look()
         if self._ask is not None:
-            try:
-                answers = await asyncio.wait_for(self._ask(own), ASK_TIMEOUT_S)
-            except Exception as error:  # a replica that has just died: what is known of it still counts
-                self._num_failures += 1
-                logger.warning("could not ask the other replicas: %s: %s", type(error).__name__, error)
-            else:
-                for report in (report for answer in answers for report in answer.values()):
-                    self._learn(report)
-        self._learn(self._look())
+            await self._tell(own)
+        if self._told is None or own.at > self._told.at:
+            self._told = own
         self._forget()
-        return [(report, self._is_up(name)) for name, report in sorted(self._reports.items())]
+        told = [(self._told, True), *((report, self._is_up(name)) for name, report in self._reports.items())]
+        return sorted(told, key=lambda one: one[0].replica)
+
+    async def _tell(self, own: Report) -> None:
+        """Give a report to the others, and learn what they know."""
+        assert self._ask is not None
+        try:
+            answers = await asyncio.wait_for(self._ask(own.plain()), ASK_TIMEOUT_S)
+        except Exception as error:
+            answers = [error]
+        for answer in answers:
+            if isinstance(answer, BaseException):  # a replica that has just died: what is known of it still counts
+                self._miss(answer)
+            else:
+                for plain in answer.values():
+                    self._read(plain)
+
+    def _miss(self, error: BaseException) -> None:
+        self._num_failures += 1
+        logger.warning("could not ask another replica: %s: %s", type(error).__name__, error)
 
     @contextlib.asynccontextmanager
     async def exchanging(self) -> AsyncIterator[None]:
@@ -80,11 +102,18 @@ class Peers:
             await self.gather()
 
     def _look(self) -> Report:
-        return replace(self._own(), num_gather_failures=self._num_failures)
+        own = replace(self._own(), num_gather_failures=self._num_failures)
+        self._name = own.replica
+        return own
 
-    def _learn(self, report: Report) -> None:
+    def _read(self, plain: Plain) -> None:
+        try:
+            report = Report.read(plain)
+        except ValueError as error:
+            self._miss(error)
+            return
         known = self._reports.get(report.replica)
-        if known is None or report.at > known.at:
+        if report.replica != self._name and (known is None or report.at > known.at):
             self._reports[report.replica] = report
             # news of a replica that had gone before this one began may come late, and are no sign of life
             if time.time() - report.at < STALE_S:

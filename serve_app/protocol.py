@@ -133,11 +133,20 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class TextPart(_Strict):
+    """A part of a content."""
+
+    type: Literal["text"]
+    text: str
+
+
 class Message(_Strict):
     """One turn. `developer` is OpenAI's newer name of `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content_text), AfterValidator(_unicode)]
+    content: Annotated[
+        str, BeforeValidator(_content_text, json_schema_input_type=str | list[TextPart]), AfterValidator(_unicode)
+    ]
 
     def as_dict(self) -> dict[str, str]:
         """As the chat template wants it."""
@@ -155,6 +164,13 @@ class StreamOptions(_Strict):
 Text = Annotated[str, AfterValidator(_unicode)]
 StopString = Annotated[str, Field(min_length=1), AfterValidator(_unicode)]
 TokenId = Annotated[int, Field(ge=0)]
+SomeStops = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
+StopStrings = Annotated[SomeStops, BeforeValidator(_stop_strings, json_schema_input_type=StopString | SomeStops | None)]
+SomeIds = Annotated[list[TokenId], Field(min_length=1)]
+SomeText = Annotated[str, Field(min_length=1)]
+SomePrompts = (
+    SomeText | SomeIds | Annotated[list[SomeText], Field(min_length=1)] | Annotated[list[SomeIds], Field(min_length=1)]
+)
 Messages = Annotated[list[Annotated[Message, BeforeValidator(_without_nulls)]], Field(min_length=1)]
 TemplateKwargs = Annotated[dict[str, Any] | None, BeforeValidator(_template_kwargs)]
 
@@ -181,7 +197,7 @@ class AnswerRequest(_Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[StopString], BeforeValidator(_stop_strings), Field(max_length=MAX_STOP_STRINGS)] = []
+    stop: StopStrings = []
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
@@ -189,7 +205,7 @@ class AnswerRequest(_Strict):
     skip_special_tokens: bool | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], AfterValidator(_bias)] | None = None
     cache_salt: Text | None = None
     return_token_ids: bool | None = None
@@ -259,7 +275,7 @@ class CompletionRequest(AnswerRequest):
     neutral = NEUTRAL | {"suffix": ("",)}
     prompt_field = "prompt"
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts, json_schema_input_type=SomePrompts)]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS)
     add_special_tokens: bool | None = None

@@ -1,8 +1,8 @@
 """When things happened to the requests of one replica: waiting times, latencies, tokens of a step.
 
-Place in the flow: the decoding thread of `replica` says what happens, `report` is read from the event loop. Times are
-the engine's: a request arrives when the replica takes it, and a token is there when its step has ended, before it is
-sent. Counts of tokens and blocks are the engine's own, in `replica.Snapshot`.
+Place in the flow: the decoding thread of `replica` says what happens; `app` reads the histograms on the event loop for
+its `metrics.Report`. Times are the engine's: a request arrives when the replica takes it, and a token is there when its
+step has ended, before it is sent. Counts of tokens and blocks are the engine's own, in `replica.Snapshot`.
 """
 
 from __future__ import annotations

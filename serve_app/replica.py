@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lilicorr.engine.engine import Engine
 from lilicorr.engine.request import Request, TokenChunk
@@ -30,24 +30,27 @@ ABORTED = "abort"  # how a request ended whose client left
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A replica between two steps: what it holds, and what it has done since it was made (`num_*` never fall)."""
+    """A replica between two steps: what it holds, and what it has done since it was made (`num_*` never fall).
 
-    running: int  # requests that have a row
-    waiting: int  # requests that have none
-    waiting_tokens: int  # of their prompts
-    total_pages: int
-    free_pages: int  # no request holds them; those whose content is cached are among them
-    num_steps: int
-    num_tokens: int  # committed
-    num_prompt_tokens: int  # positions prefilled, after a preemption again
-    num_cached_tokens: int  # positions found in the prefix cache instead
-    num_preemptions: int
-    num_blocks: int  # verified, prefills not counted
-    num_block_tokens: int  # what they added to answers
-    num_drafts: int  # blocks with at least one draft
-    num_drafted: int  # drafts put to the test
-    accepted_at: tuple[int, ...]  # [S] blocks whose slot was accepted
-    num_finished: Mapping[str, int]  # requests by how they ended: stop, length, error, abort
+    Every field has the default of a replica that does not report it, see `metrics.Report`.
+    """
+
+    running: int = 0  # requests that have a row
+    waiting: int = 0  # requests that have none
+    waiting_tokens: int = 0  # of their prompts, one of several answers once
+    total_pages: int = 0
+    free_pages: int = 0  # no request holds them; those whose content is cached are among them
+    num_steps: int = 0
+    num_tokens: int = 0  # committed
+    num_prompt_tokens: int = 0  # positions prefilled, after a preemption again
+    num_cached_tokens: int = 0  # positions found in the prefix cache instead
+    num_preemptions: int = 0
+    num_blocks: int = 0  # verified, prefills not counted
+    num_block_tokens: int = 0  # what they added to answers
+    num_drafts: int = 0  # blocks with at least one draft
+    num_drafted: int = 0  # drafts put to the test
+    accepted_at: tuple[int, ...] = ()  # [S] blocks whose slot was accepted
+    num_finished: Mapping[str, int] = field(default_factory=dict)  # requests by their end: stop, length, error, abort
 
     @property
     def tau(self) -> float:
@@ -60,24 +63,8 @@ class Snapshot:
         return sum(self.accepted_at)
 
 
-@dataclass
-class _Tally:
-    """What the thread counts of the chunks it hands on."""
-
-    num_drafts: int = 0
-    num_drafted: int = 0
-
-    def add(self, chunk: TokenChunk) -> None:
-        self.num_drafts += chunk.num_drafted > 0
-        self.num_drafted += chunk.num_drafted
-
-
 class QueueFullError(Exception):
     """The replica has as many requests as it takes."""
-
-
-class DrainingError(Exception):
-    """The replica finishes what it has and takes nothing new."""
 
 
 class ReplicaDeadError(Exception):
@@ -163,10 +150,9 @@ class Replica:
         self._stall_s = stall_s
         self._inbox: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
         self._mailboxes: dict[str, _Mailbox] = {}  # the thread's own, as the next two
-        self._tally = _Tally()
+        self._num_drafts = 0
         self._finished: Counter[str] = Counter()
-        self._num_requests = 0  # the event loop's own, as the next one
-        self._draining = False
+        self._num_requests = 0  # the event loop's own
         self._death: str | None = None  # set once by the thread
         self._step_began: float | None = None  # set by the thread while it is in a step
         self._snapshot = self._look()  # replaced by the thread
@@ -189,12 +175,9 @@ class Replica:
     def submit(self, requests: Sequence[Request]) -> Ticket:
         """Hand requests to the decoding thread, all of them or none.
 
-        Raises QueueFullError where they would be more than `max_requests`, DrainingError after `drain`,
-        ReplicaDeadError if nobody would decode them.
+        Raises QueueFullError where they would be more than `max_requests`, ReplicaDeadError if nobody decodes.
         """
         self.check()
-        if self._draining:
-            raise DrainingError("this replica is shutting down and takes no new requests")
         if self._num_requests + len(requests) > self.max_requests:
             raise QueueFullError(
                 f"{self._num_requests} requests are running or waiting and {len(requests)} would join them; "
@@ -219,10 +202,6 @@ class Replica:
         began = self._step_began
         if began is not None and time.monotonic() - began > self._stall_s:
             raise ReplicaDeadError(f"the decoding thread has been in one step for {time.monotonic() - began:.0f} s")
-
-    def drain(self) -> None:
-        """Finish what is in hand and take nothing new."""
-        self._draining = True
 
     def close(self) -> None:
         """End the thread after the step it is in; what is still decoding gets an error."""
@@ -281,7 +260,7 @@ class Replica:
             self._publish(TokenChunk(request.id, [], error=f"{type(error).__name__}: {error}"))
 
     def _publish(self, chunk: TokenChunk) -> None:
-        self._tally.add(chunk)
+        self._num_drafts += chunk.num_drafted > 0
         mailbox = self._mailboxes.get(chunk.request_id)
         if mailbox is None:
             return  # aborted while the engine had the step in flight
@@ -294,10 +273,12 @@ class Replica:
     def _look(self) -> Snapshot:
         """The state as it is; only the thread may look while it runs."""
         counters, pool, scheduler = self._engine.counters, self._engine.pool, self._engine.scheduler
+        # the answers of a request share their prompt's list, and its pages once the first of them is prefilled
+        prompts = {id(progress.request.prompt_ids): progress.num_to_prefill for progress in scheduler.waiting}
         return Snapshot(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            waiting_tokens=sum(progress.num_to_prefill for progress in scheduler.waiting),
+            waiting_tokens=sum(prompts.values()),
             total_pages=pool.num_pages,
             free_pages=pool.num_pages - pool.num_used,
             num_steps=counters.num_steps,
@@ -307,8 +288,8 @@ class Replica:
             num_preemptions=scheduler.num_preemptions,
             num_blocks=counters.num_blocks,
             num_block_tokens=counters.num_block_tokens,
-            num_drafts=self._tally.num_drafts,
-            num_drafted=self._tally.num_drafted,
+            num_drafts=self._num_drafts,
+            num_drafted=counters.num_drafted,
             accepted_at=tuple(counters.accepted_at),
             num_finished=dict(self._finished),
         )

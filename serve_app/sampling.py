@@ -49,7 +49,7 @@ def sampling_params(model: ServedModel, wanted: AnswerRequest, num_prompt: int, 
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=_default(wanted.temperature, 1.0),
-        top_k=max(0, wanted.top_k or 0),
+        top_k=min(max(0, wanted.top_k or 0), model.num_rows),  # more than there are is all of them
         top_p=_default(wanted.top_p, 1.0),
         seed=seed,
         stop_ids=_stop_ids(model, wanted),

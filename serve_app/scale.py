@@ -22,19 +22,17 @@ import argparse
 import copy
 import logging
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from serve_app.dashboard import POLL_S, Dashboard, cluster_token, dashboard_address
+from serve_app.dashboard import Dashboard, cluster_token, dashboard_address, wait_for
 
 logger = logging.getLogger(__name__)
 
 APP = "lilicorr"
 DEPLOYMENT = "Endpoint"
 TIMEOUT_S = 1800.0  # weights of a large target take minutes
-REPORT_S = 15.0
 AUTOSCALED, EXTERNAL, FIXED = "autoscaled", "external", "fixed"
 SHARED_OPTIONS = ("proxy_location", "http_options", "grpc_options", "target_capacity")
 
@@ -129,25 +127,20 @@ def wait_until_scaled(
 
     Raises RuntimeError if the application fails, or with its state after `timeout_s`.
     """
-    started = reported = time.monotonic()
-    while True:
-        now: Scaling | RuntimeError
+    last: list[Scaling] = []
+
+    def look() -> bool | str:
         try:
             now = scaling_of(serve.details(), app, deployment)
         except RuntimeError as error:
-            now = error
-        else:
-            if minimum <= now.wanted <= maximum and now.running == now.wanted:
-                return now
-            if now.status == "DEPLOY_FAILED":
-                raise RuntimeError(f"{app}/{deployment} failed: {now}")
-        seconds = time.monotonic() - started
-        if seconds > timeout_s:
-            raise RuntimeError(f"{app}/{deployment} is not there after {timeout_s:.0f} s: {now}")
-        if time.monotonic() - reported > REPORT_S:
-            reported = time.monotonic()
-            logger.info("after %.0f s: %s", seconds, now)
-        time.sleep(POLL_S)
+            return str(error)
+        if now.status == "DEPLOY_FAILED":
+            raise RuntimeError(f"{app}/{deployment} failed: {now}")
+        last[:] = [now]
+        return (minimum <= now.wanted <= maximum and now.running == now.wanted) or str(now)
+
+    wait_for(look, f"{app}/{deployment}", timeout_s)
+    return last[0]
 
 
 def _application(details: dict[str, Any], app: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -7,22 +7,23 @@ same call serves a test.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from lilicorr.chat import render_prompt
-from lilicorr.checkpoint import load_draft_model
+from lilicorr.checkpoint import captured_layers, load_draft_model
 from lilicorr.config import TargetConfig, YarnConfig, from_dict
 from lilicorr.decode import SamplingParams
 from lilicorr.engine.engine import Counters, Engine
 from lilicorr.engine.pages import PAGE_SIZE
+from lilicorr.provenance import sha256_tree
 from lilicorr.target import Target, load_target
 from serve_app.args import AppArgs
 from serve_app.detokenize import token_table
@@ -30,6 +31,9 @@ from serve_app.detokenize import token_table
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 8
+FINGERPRINT_DIGITS = 16
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,25 @@ class ServedModel:
     # Rendering a long prompt must not hold up the streams, and a tokenizer serves one thread at a time.
     tokenizing: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="tokenizing"))
 
-    async def render(self, messages: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> list[int]:
-        """Token ids of a conversation and the beginning of its answer. Raises ChatError as `chat.render_prompt`."""
-        arguments = (self.tokenizer, messages, template_kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self.tokenizing, render_prompt, *arguments)
+    async def aside(self, work: Callable[..., Made], *arguments: Any) -> Made:
+        """What `work` makes of its arguments, on the tokenizer's thread: on the event loop it would hold up streams.
+
+        RuntimeError stands for a StopIteration, which asyncio does not carry: whoever waits for it would wait for ever.
+        """
+
+        def finish() -> Made:
+            try:
+                return work(*arguments)
+            except StopIteration as error:
+                raise RuntimeError(f"StopIteration from {work}") from error
+
+        return await asyncio.get_running_loop().run_in_executor(self.tokenizing, finish)
 
 
 def open_model(args: AppArgs) -> tuple[ServedModel, Engine]:
     """Load target and draft model, put them behind an engine, and decode a few tokens with it.
+
+    Without a `version` in the arguments the fingerprint is that of the checkpoint's files.
 
     Raises ValueError for a checkpoint that is none or does not fit its target, and settings that do not fit either.
     """
@@ -66,6 +81,8 @@ def open_model(args: AppArgs) -> tuple[ServedModel, Engine]:
     if args.max_model_len is not None and args.max_model_len > target.max_length:
         raise ValueError(f"max_model_len {args.max_model_len} is more than the target's context of {target.max_length}")
     draft_model = load_draft_model(Path(args.checkpoint), target, yarn=yarn)
+    if not args.version:
+        args = args.model_copy(update={"version": sha256_tree(Path(args.checkpoint))[:FINGERPRINT_DIGITS]})
     engine = Engine(target, draft_model, args.engine_config, args.version)
     model = served_model(args, engine)
     _warm_up(engine, model)
@@ -94,14 +111,9 @@ def served_model(args: AppArgs, engine: Engine) -> ServedModel:
 
 def _load_target(args: AppArgs) -> Target:
     """The target, capturing the layers that the draft model reads."""
-    path = Path(args.checkpoint) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"checkpoint {args.checkpoint} is not a draft model: config.json is missing")
-    layer_ids = json.loads(path.read_text(encoding="utf-8")).get("dflash_config", {}).get("target_layer_ids")
-    if not layer_ids:
-        raise ValueError(f"{path}: field dflash_config.target_layer_ids is missing")
+    layer_ids = captured_layers(Path(args.checkpoint))
     config = TargetConfig(args.target, args.target_revision, args.target_dtype, args.mask_token_id)
-    return load_target(config, "cuda" if args.gpus > 0 else "cpu", tuple(layer_ids))
+    return load_target(config, "cuda" if args.gpus > 0 else "cpu", layer_ids)
 
 
 def _warm_up(engine: Engine, model: ServedModel) -> None:

@@ -12,7 +12,6 @@ behind the accepted drafts of every block. The text of a character that spans to
 
 from __future__ import annotations
 
-import json
 import secrets
 import uuid
 from collections.abc import AsyncIterator
@@ -22,14 +21,16 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
-from lilicorr import chat
 from lilicorr.decode import SamplingParams
 from lilicorr.engine.request import Request as EngineRequest
 from lilicorr.engine.request import TokenChunk
+from serve_app.chat_completions import render
 from serve_app.detokenize import TextStream
+from serve_app.encoding import json_line
 from serve_app.errors import ApiError, internal_error
 from serve_app.generation import EventStream
 from serve_app.guard import read_body
+from serve_app.protocol import Message, Rendering
 from serve_app.replica import Replica, Ticket
 from serve_app.served_model import ServedModel
 
@@ -46,6 +47,11 @@ class TrialRequest(BaseModel):
     max_tokens: int = Field(128, ge=1)
     temperature: float = Field(0.0, ge=0, le=2)
 
+    @property
+    def message(self) -> Message:
+        """The prompt as a conversation's only message."""
+        return Message(role="user", content=self.prompt)
+
 
 class Trial:
     """The route of one replica."""
@@ -57,7 +63,7 @@ class Trial:
     async def respond(self, request: Request) -> Response:
         """POST /ui/try."""
         wanted = _parse(await read_body(request, MAX_BODY_BYTES))
-        prompt_ids = await self._render(wanted.prompt)
+        prompt_ids = await self._model.aside(render, self._model, [wanted.message], Rendering(), "prompt")
         room = self._model.max_model_len - len(prompt_ids)
         if room < 1:
             message = f"this model's context is {self._model.max_model_len} tokens; the prompt has {len(prompt_ids)}"
@@ -70,12 +76,6 @@ class Trial:
         )
         ticket = self._replica.submit([EngineRequest(f"try-{uuid.uuid4().hex}", prompt_ids, params)])
         return EventStream(self._lines(ticket), ticket, JSON_LINES)
-
-    async def _render(self, prompt: str) -> list[int]:
-        try:
-            return await self._model.render([{"role": "user", "content": prompt}], self._model.template_kwargs)
-        except chat.ChatError as error:
-            raise ApiError(400, str(error), "prompt", "invalid_value") from error
 
     async def _lines(self, ticket: Ticket) -> AsyncIterator[bytes]:
         """The answer as it comes."""
@@ -108,4 +108,4 @@ def _run(chunk: TokenChunk, text: TextStream) -> dict[str, Any]:
 
 
 def _line(data: dict[str, Any]) -> bytes:
-    return json.dumps(data, ensure_ascii=False).encode() + b"\n"
+    return json_line(data).encode() + b"\n"

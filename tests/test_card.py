@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shlex
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -156,6 +157,19 @@ def test_a_target_that_is_none_and_a_push_without_a_login_become_one_line(
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(SystemExit, match="error: no login on the model hub"):
         command("push", tmp_path / "own", "me/draft")
+
+
+@pytest.mark.parametrize("kwargs", [{"enable_thinking": False}, {}])
+def test_the_command_of_the_card_is_one_that_the_endpoint_takes(target: Target, kwargs: dict[str, Any]) -> None:
+    """`serve run` passes what stands behind the = as a string."""
+    from serve_app.args import AppArgs
+
+    card = card_of(target, NATIVE, "lilicorr", INFO | {"template_kwargs": kwargs})
+    (line,) = (line for line in card.splitlines() if line.strip().startswith("serve run "))
+    program, run, builder, *arguments = shlex.split(line)
+    assert (program, run, builder) == ("serve", "run", "serve_app.app:build_app")
+    args = AppArgs(**dict(argument.split("=", 1) for argument in arguments))
+    assert args.checkpoint == "CHECKPOINT" and args.target == "Qwen/Qwen3-8B" and args.template_kwargs == kwargs
 
 
 def test_convert_puts_an_evaluation_into_the_card(target: Target, tmp_path: Path) -> None:

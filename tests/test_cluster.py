@@ -117,6 +117,7 @@ def test_the_same_versions_on_every_cloud() -> None:
     for key in (*same, "head_start_ray_commands", "worker_start_ray_commands"):
         assert aws[key] == gcp[key], key
 
+
 def test_vllm_is_one_version_everywhere(cluster: dict[str, Any]) -> None:
     """Another one would have another label, and a regeneration under way would be refused."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]

@@ -371,6 +371,7 @@ def test_random_numbers_are_a_fixed_function_of_their_key():
         dict(temperature=math.nan),
         dict(temperature=math.inf),
         dict(top_k=-1),
+        dict(top_k=2**63),
         dict(top_p=0.0),
         dict(top_p=1.1),
         dict(top_p=math.nan),

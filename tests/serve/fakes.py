@@ -144,6 +144,7 @@ class EchoEngine:
         if echo.num_sent == len(echo.answer):
             reason = "stop" if echo.answer and echo.answer[-1] in params.stop_ids else "length"
         num_drafted = 0 if first else len(self.counters.accepted_at)
+        self.counters.num_drafted += num_drafted
         logprobs = prompt_logprobs = None
         if params.num_logprobs is not None:
             logprobs = [token_logprobs(token_id, params.num_logprobs) for token_id in token_ids]

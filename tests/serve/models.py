@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from lilicorr.checkpoint import save_draft_model
 from lilicorr.config import DrafterConfig, TargetConfig
 from lilicorr.draft_model import build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
+from lilicorr.heads import HEADS
 from lilicorr.target import Target, default_layer_ids, load_target
 
 ROOT = Path(__file__).parents[2]
@@ -29,12 +31,14 @@ def load(target: Path) -> Target:
     return load_target(TargetConfig(str(target)), layer_ids=default_layer_ids(6, DRAFTER.num_layers))
 
 
-def save_random_checkpoint(folder: Path, target: Path, seed: int) -> None:
+def save_random_checkpoint(
+    folder: Path, target: Path, seed: int, head: str = "lilicorr", settings: dict[str, Any] = HEAD
+) -> None:
     loaded = load(target)
     torch.manual_seed(seed)
     shape = drafter_shape(DRAFTER, loaded.config)
-    spec = block_spec(DRAFTER, loaded.config, loaded.mask_token_id)
-    draft_model = build_draft_model(shape, spec, "lilicorr", HEAD, loaded)
+    spec = block_spec(DRAFTER, loaded.config, loaded.mask_token_id, HEADS[head].layouts[0])
+    draft_model = build_draft_model(shape, spec, head, settings, loaded)
     save_draft_model(folder, draft_model, {}, dtype="float32")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,7 @@ import openai
 import pytest
 from fakes import (
     CHAT,
+    COMPLETIONS,
     MAX_MODEL_LEN,
     NUM_SLOTS,
     UNICODE,
@@ -24,6 +26,8 @@ from fakes import (
     wait_until,
 )
 from fastapi.testclient import TestClient
+
+from serve_app import generation
 
 
 def chat_events(client: TestClient, text: Any = "hello there", **fields: Any) -> list[dict[str, Any]]:
@@ -296,15 +300,34 @@ def test_what_the_engine_refuses_is_a_400_and_harms_nobody(client: TestClient) -
     assert client.get("/health").status_code == 200
 
 
-def test_draining_replica_finishes_and_takes_nothing_new() -> None:
-    engine = EchoEngine(pace_s=0.01)
+def test_closed_replica_says_so(engine: EchoEngine) -> None:
     app, replica = make_app(engine)
-    with listening(app) as url, ThreadPoolExecutor(1) as pool:
-        early = pool.submit(httpx2.post, url + CHAT, json=body("early " * 20))
-        wait_until(lambda: engine.num_open == 1)
-        replica.drain()
-        late = httpx2.post(url + CHAT, json=body())
-        assert late.status_code == 503 and late.json()["error"]["code"] == "service_unavailable"
-        assert httpx2.get(url + "/health").status_code == 200
-        assert early.result().json()["choices"][0]["message"]["content"] == "early " * 20
-    replica.close()
+    with TestClient(app) as client:
+        replica.close()
+        wait_until(lambda: client.get("/health").status_code == 503)
+        response = client.post(CHAT, json=body())
+        assert response.status_code == 503 and response.json()["error"]["code"] == "service_unavailable"
+        assert int(response.headers["retry-after"]) > 0
+
+
+def test_a_whole_answer_is_written_aside(monkeypatch: pytest.MonkeyPatch, client: TestClient) -> None:
+    """On the event loop a long one would hold up every stream."""
+    threads: list[str] = []
+    really = generation.json_bytes
+    monkeypatch.setattr(
+        generation, "json_bytes", lambda data: threads.append(threading.current_thread().name) or really(data)
+    )
+    assert ask(client, "hello", logprobs=True, top_logprobs=2)["choices"][0]["message"]["content"] == "hello"
+    assert len(threads) == 1 and threads[0].startswith("tokenizing")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_no_client_splits_an_event_in_its_text(client: TestClient, path: str) -> None:
+    text = "a\u0085b\u2028c\u2029d\re\u000bf"
+    request = body(text) if path == CHAT else {"model": "echo", "prompt": text, "max_tokens": 60}
+    response = client.post(path, json={**request, "stream": True})
+    for line in response.text.splitlines():  # at every character that ends a line for anyone
+        assert line == "" or line == "data: [DONE]" or json.loads(line.removeprefix("data: "))
+    parsed = events(client, path, request)
+    pieces = [c["delta"].get("content", "") if path == CHAT else c["text"] for e in parsed for c in e["choices"]]
+    assert text in "".join(pieces)

@@ -103,7 +103,8 @@ def test_models_health_and_refusal_through_the_proxy(endpoint: str) -> None:
         request = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
         with pytest.raises(openai.BadRequestError, match="response_format"):
             sdk.chat.completions.create(**request, response_format={"type": "json_object"})
-    assert httpx2.get(f"{endpoint}/health").status_code == 200
+    response = httpx2.get(f"{endpoint}/health", headers={"x-request-id": "mine"})
+    assert response.status_code == 200 and response.headers.get_list("x-request-id") == ["mine"]
 
 
 @pytest.mark.ray

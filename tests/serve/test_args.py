@@ -18,6 +18,15 @@ def test_engine_fields_reach_the_engine() -> None:
     assert AppArgs(**args.model_dump()) == args  # as a Serve config carries them
 
 
+def test_objects_may_come_as_json() -> None:
+    """`serve run` passes nothing but strings."""
+    args = AppArgs(
+        checkpoint="c", engine='{"max_running": 4}', yarn='{"factor": 2}', template_kwargs="{}", max_queue="3"
+    )
+    assert (args.engine, args.yarn, args.template_kwargs) == ({"max_running": 4}, {"factor": 2}, {})
+    assert args.max_requests == 7
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [
@@ -28,6 +37,8 @@ def test_engine_fields_reach_the_engine() -> None:
         ({"engine": {"max_model_len": 4}}, "set max_model_len"),
         ({"max_queue": 96}, "must be below max_ongoing_requests = 128"),
         ({"max_body_bytes": 0}, "max_body_bytes"),
+        ({"engine": "{"}, "engine\n.*must be a JSON object, got"),
+        ({"engine": "[1]"}, "engine\n.*valid dictionary"),
         ({"max_running": 4}, "max_running"),
     ],
 )

@@ -21,10 +21,11 @@ import pytest
 import yaml
 from models import RAY_VARIABLES, ROOT, free_port, save_random_checkpoint
 
-from lilicorr.config import DeployConfig, PipelineConfig, TargetConfig, YarnConfig, from_dict
+from lilicorr.config import DeployConfig, EngineConfig, PipelineConfig, TargetConfig, YarnConfig, from_dict
 from lilicorr.tiny import tiny_target_folder
 from pipelines import deploy, local
 from pipelines.deploy import Dashboard, run
+from serve_app.args import AppArgs
 
 TOKEN = "secret"
 OTHER = {"name": "other", "route_prefix": "/other", "import_path": "other:app"}
@@ -108,7 +109,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
     monkeypatch.setenv("RAY_ADDRESS", cluster.url)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
-    monkeypatch.setattr(deploy, "POLL_S", 0.01)
+    monkeypatch.setattr("serve_app.dashboard.POLL_S", 0.01)
     yield cluster
     cluster.close()
 
@@ -136,6 +137,36 @@ def test_the_profiles_yarn_reaches_the_replica_and_is_a_new_version(config: Pipe
     args = deploy.build_application(stretched, final, tmp_path)["args"]
     assert plain["yarn"] is None and from_dict(YarnConfig, args["yarn"]) == yarn
     assert plain["version"] != args["version"]
+
+
+def test_what_a_profile_says_of_the_endpoint_reaches_the_replica(
+    config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final = config.directory / "train" / "lilicorr" / "final"
+    (tmp_path / "admin.key").write_text("0123456789abcdef")
+    monkeypatch.chdir(tmp_path)
+    values = {"engine": {"max_running": 4, "verify_costs": [[1, 2, 3.0]]}, "max_queue": 3, "max_ongoing_requests": 9}
+    said = from_dict(DeployConfig, values | {"api_key_file": "admin.key", "admin_key_file": "admin.key"})
+    args = AppArgs(**deploy.build_application(replace(config, deploy=said), final, tmp_path)["args"])
+    assert args.engine_config == EngineConfig(max_running=4, verify_costs=((1.0, 2.0, 3.0),))
+    assert (args.max_queue, args.max_ongoing_requests, args.max_requests) == (3, 9, 7)
+    assert args.api_key_file == args.admin_key_file == str(tmp_path / "admin.key")
+    assert deploy.build_application(config, final, tmp_path)["args"]["engine"] == {}
+    for wrong, message in (
+        ({"admin_key_file": "no.key"}, "no.key"),
+        ({"engine": {"max_model_len": 8}}, "max_model_len"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            deploy.build_application(replace(config, deploy=from_dict(DeployConfig, wrong)), final, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "host, url",
+    [("127.0.0.1", "http://127.0.0.1:1"), ("0.0.0.0", "http://127.0.0.1:1"), ("::1", "http://[::1]:1"),
+     ("::", "http://[::1]:1"), ("node", "http://node:1")],
+)  # fmt: skip
+def test_the_address_of_the_endpoint(host: str, url: str) -> None:
+    assert deploy.url_of(host, 1) == url
 
 
 def endpoint_of(config: PipelineConfig) -> dict[str, Any]:

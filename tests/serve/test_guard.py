@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import CHAT, COMPLETIONS, EchoEngine, ask, body, make_app, refused
+from fakes import CHAT, COMPLETIONS, EchoEngine, ask, body, echo_model, make_app, refused
 from fastapi.testclient import TestClient
+from odd import PATHS, odd_bodies
 
 from serve_app.guard import Limits, read_keys
 
@@ -75,6 +76,20 @@ def test_every_answer_has_an_id(client: TestClient) -> None:
     assert len(set(made)) == 2 and all(len(request_id) == 32 for request_id in made)
 
 
+def test_behind_a_proxy_the_id_is_the_proxys_to_add() -> None:
+    app, replica = make_app(EchoEngine(), limits=Limits(api_keys=KEYS, behind_proxy=True))
+    with TestClient(app) as client:
+        for path in ("/health", CHAT):
+            assert "x-request-id" not in client.get(path, headers={"x-request-id": "mine"}).headers
+    replica.close()
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "²"])
+def test_odd_lengths(client: TestClient, length: str) -> None:
+    response = client.post(CHAT, content=b"{}", headers={"content-length": length.encode("latin-1")})
+    assert response.status_code == (413 if length.isdecimal() else 400)
+
+
 def test_unexpected_failure_is_a_500_that_names_the_request(
     monkeypatch: pytest.MonkeyPatch, client: TestClient
 ) -> None:
@@ -89,46 +104,15 @@ def test_unexpected_failure_is_a_500_that_names_the_request(
     assert ask(client)["choices"][0]["message"]["content"] == "hello there"
 
 
-FIELDS = [
-    "model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n",
-    "seed", "stop", "stream", "stream_options", "logprobs", "top_logprobs", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output",
-    "skip_special_tokens", "return_token_ids", "chat_template_kwargs", "add_generation_prompt", "cache_salt", "echo",
-    "continue_final_message", "add_special_tokens", "tools", "response_format", "suffix", "user", "tokens",
-]  # fmt: skip
-PATHS = [CHAT, COMPLETIONS, "/tokenize", "/detokenize"]
-
-
-NUM_BODIES = 300
-
-
-def odd_value(rng: random.Random, depth: int = 2) -> Any:
-    """JSON of any kind, some of it at the edges of what fields take."""
-    plain = [None, True, False, 0, 1, -1, 2, 0.5, 2**63, 2**70, -1e300, float("nan"), float("inf")]
-    plain += ["", "hello", "auto", "\ud800", "漢\x00", "5"]
-    kind = rng.randrange(4) if depth else 0
-    if kind == 2:
-        return [odd_value(rng, depth - 1) for _ in range(rng.randrange(4))]
-    if kind == 3:
-        keys = ["5", "type", "text", "role", "content", "include_usage", "\ud800"]
-        return {rng.choice(keys): odd_value(rng, depth - 1) for _ in range(rng.randrange(4))}
-    return rng.choice(plain)
+def test_a_failure_that_asyncio_does_not_carry_still_ends_the_wait() -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(asyncio.wait_for(echo_model().aside(next, iter(())), 10))
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_no_body_is_answered_with_a_500(client: TestClient, path: str) -> None:
-    """Most start from a request that is right, so that it is the odd field that is tried."""
-    right = {
-        CHAT: body("hello", max_tokens=9),
-        COMPLETIONS: {"model": "echo", "prompt": "hello", "max_tokens": 9},
-        "/tokenize": {"prompt": "a"},
-        "/detokenize": {"tokens": [97]},
-    }[path]
-    rng = random.Random(path)
     statuses = []
-    for _ in range(NUM_BODIES // len(PATHS)):
-        fields = {rng.choice(FIELDS): odd_value(rng) for _ in range(rng.randrange(1, 4))}
-        content = json.dumps({**(right if rng.random() < 0.8 else {}), **fields}).encode()
+    for content in odd_bodies(path, "echo"):
         response = client.post(path, content=content)
         statuses.append(response.status_code)
         assert response.status_code in (200, 400, 404), (content, response.text)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from fastapi.testclient import TestClient
 from operated import ADMIN_KEY, FakeServe, operated_app, report
 
 from serve_app.guard import Limits
-from serve_app.metrics import Report
 from serve_app.operations import MAX_REPLICAS, read_admin_key
+from serve_app.peers import Plain
 
 KEY = {"x-admin-key": ADMIN_KEY.decode()}
 
@@ -29,8 +30,8 @@ def serve() -> FakeServe:
 def page(engine: EchoEngine, serve: FakeServe) -> Iterator[TestClient]:
     """The API of a replica that has another one beside it."""
 
-    async def ask(_own: Report) -> list[dict[str, Report]]:
-        return [{"b": report("b")}]
+    async def ask(_own: Plain) -> list[dict[str, Plain]]:
+        return [{"b": report("b").plain()}]
 
     app, replica = operated_app(engine, serve, ask=ask)
     with TestClient(app, raise_server_exceptions=False) as client:
@@ -83,6 +84,56 @@ def test_a_controller_that_does_not_answer_leaves_the_rest(page: TestClient, ser
     state = page.get("/ui/state").json()
     assert state["replicas"]["running"] == 2 and state["replicas"]["wanted"] is None
     assert "it is being restarted" in state["scaling"]["reason"] and not state["scaling"]["enabled"]
+
+
+def test_a_controller_that_does_not_answer_sets_nothing_now(page: TestClient, serve: FakeServe) -> None:
+    def fail(_config: dict[str, Any]) -> None:
+        raise RuntimeError("GetTimeoutError: it is being restarted")
+
+    serve.deploy = fail
+    response = page.post("/ui/replicas", json={"replicas": 3}, headers=KEY)
+    refusal = error(response, 503)
+    assert refusal["code"] == "service_unavailable" and "it is being restarted" in refusal["message"]
+    assert int(response.headers["retry-after"]) > 0
+
+
+def test_the_controller_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.exceptions import GetTimeoutError
+
+    from serve_app import controller
+
+    asked: list[tuple[Any, ...]] = []
+
+    class Actor:
+        def __getattr__(self, method: str) -> Any:
+            return SimpleNamespace(remote=lambda *arguments: (method, *arguments))
+
+    def get(reference: tuple[Any, ...], timeout: float) -> None:
+        asked.append(reference)
+        raise GetTimeoutError(f"nothing after {timeout}")
+
+    monkeypatch.setattr(controller, "_get_global_client", lambda: SimpleNamespace(_controller=Actor()))
+    monkeypatch.setattr(ray, "get", get)
+    for ask in (lambda serve: serve.details(), lambda serve: serve.deploy({"applications": []}),
+                lambda serve: serve.scale("a", "b", 2)):  # fmt: skip
+        with pytest.raises(RuntimeError, match="GetTimeoutError: nothing after 5"):
+            ask(controller.Controller())
+    methods = ["get_serve_instance_details", "apply_config", "update_deployment_replicas"]
+    assert [method for method, *_ in asked] == methods
+    from ray.serve._private.controller import ServeController
+
+    assert all(hasattr(ServeController, method) for method in methods)
+
+
+def test_a_key_outside_of_ascii_opens(engine: EchoEngine, serve: FakeServe) -> None:
+    key = "Schlüssel à la carte"  # ends a header's bytes with 0xA0 in the middle, as UTF-8
+    limits = Limits(api_keys=("clé à",))
+    app, replica = operated_app(engine, serve, admin_key=key.encode(), limits=limits)
+    with TestClient(app) as client:
+        headers = {"x-admin-key": key.encode(), "authorization": "Bearer clé à".encode()}
+        assert client.post("/ui/replicas", json={"replicas": 2}, headers=headers).status_code == 202
+    replica.close()
 
 
 def test_replicas_are_set_with_the_key(page: TestClient, serve: FakeServe) -> None:
@@ -223,9 +274,9 @@ def test_the_page_is_one_file_that_needs_nothing_else(page: TestClient) -> None:
 
 
 def test_the_exchange_lives_as_long_as_the_application(engine: EchoEngine) -> None:
-    told: list[Report] = []
+    told: list[Plain] = []
 
-    async def ask(own: Report) -> list[dict[str, Report]]:
+    async def ask(own: Plain) -> list[dict[str, Plain]]:
         told.append(own)
         return []
 

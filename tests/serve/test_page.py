@@ -15,7 +15,7 @@ from fakes import CHAT, EchoEngine, body, listening
 from operated import ADMIN_KEY, FakeServe, operated_app, report
 
 from serve_app.guard import Limits
-from serve_app.metrics import Report
+from serve_app.peers import Plain
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium on this machine (Debian: apt-get install chromium)"
@@ -38,8 +38,8 @@ def url(serve: FakeServe, page: Page) -> Iterator[str]:
     """The address of an endpoint with another replica beside it. Whatever the page does, it asks nobody else and
     complains of nothing."""
 
-    async def ask(_own: Report) -> list[dict[str, Report]]:
-        return [{"b": report("b")}]
+    async def ask(_own: Plain) -> list[dict[str, Plain]]:
+        return [{"b": report("b").plain()}]
 
     app, replica = operated_app(EchoEngine(pace_s=0.02), serve, ask=ask)
     page.requests.clear()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 
 import pytest
 from operated import report
 
 from serve_app import peers
-from serve_app.metrics import Report
-from serve_app.peers import MAX_GONE, STALE_S, Peers
+from serve_app.metrics import Report, exposition
+from serve_app.peers import MAX_GONE, STALE_S, Peers, Plain
 
 
 class Network:
@@ -21,14 +22,21 @@ class Network:
         self.peers = {name: Peers(lambda name=name: self.look(name), self.ask) for name in names}
         self.asked = set(names)  # whom Serve lists as running
         self.broken = False
+        self.dead: set[str] = set()
 
     def look(self, name: str) -> Report:
         return report(name, num_tokens=self.counts[name])
 
-    async def ask(self, own: Report) -> list[dict[str, Report]]:
+    async def ask(self, own: Plain) -> list[dict[str, Plain] | BaseException]:
         if self.broken:
             raise RuntimeError("nobody is there")
-        return [self.peers[name].exchange(own) for name in sorted(self.asked)]
+        return [self.answer(name, own) for name in sorted(self.asked)]
+
+    def answer(self, name: str, own: Plain) -> dict[str, Plain] | BaseException:
+        """As it travels: nothing but JSON's kinds of values arrives."""
+        if name in self.dead:
+            return RuntimeError(f"{name} is dead")
+        return json.loads(json.dumps(self.peers[name].exchange(json.loads(json.dumps(own)))))
 
     def seen(self, name: str) -> dict[str, tuple[int, bool]]:
         """Tokens of every replica, and whether it is up, as one replica tells it."""
@@ -76,14 +84,58 @@ def test_a_failure_is_counted_and_what_is_known_still_stands() -> None:
     network.seen("a")
     network.broken = True
     assert network.seen("a") == {"a": (0, True), "b": (0, True)}
-    gathered = asyncio.run(network.peers["a"].gather())
+    network.seen("a")
+    gathered = asyncio.run(network.peers["a"].gather())  # says how many there had been when it began
     assert next(found for found, _ in gathered if found.replica == "a").num_gather_failures == 2
+
+
+def test_one_dead_replica_does_not_silence_the_others() -> None:
+    network = Network("abc")
+    network.seen("a")
+    network.counts |= {"a": 1, "c": 3}
+    network.dead = {"b"}
+    assert network.seen("a") == {"a": (1, True), "b": (0, True), "c": (3, True)}
+    gathered = asyncio.run(network.peers["a"].gather())
+    assert next(found for found, _ in gathered if found.replica == "a").num_gather_failures == 1
+
+
+def test_what_a_replica_shows_of_itself_the_others_know_too() -> None:
+    """Else its counters would fall with its death."""
+    network = Network("ab")
+    asking = network.peers["a"]._ask
+
+    async def ask(own: Plain) -> list[dict[str, Plain] | BaseException]:
+        answers = await asking(own)
+        network.counts["a"] += 1  # it goes on decoding while it waits, and also answers itself
+        return [*answers, network.peers["a"].exchange(report("c").plain())]
+
+    network.peers["a"]._ask = ask
+    for _ in range(2):
+        (shown, _) = network.seen("a")["a"]
+        assert shown == network.peers["b"].exchange(report("c").plain())["a"]["snapshot"]["num_tokens"]
+
+
+def test_replicas_of_two_versions_understand_each_other() -> None:
+    own = Peers(lambda: report("a"))
+    newer, older, other = report("newer").plain(), report("older").plain(), report("other").plain()
+    newer["snapshot"]["num_wonders"] = 3
+    newer["histograms"]["lilicorr:wonders"] = newer["histograms"]["lilicorr:step_seconds"]
+    newer["more"] = 1
+    del older["snapshot"]["num_tokens"], older["histograms"]["lilicorr:step_seconds"], older["num_gather_failures"]
+    for plain in (newer, older, other, {"replica": "b"}, None):
+        assert "a" in own.exchange(plain)
+    gathered = dict((found.replica, found) for found, _ in asyncio.run(own.gather()))
+    assert gathered.keys() == {"a", "newer", "older", "other"}
+    assert (gathered["newer"].snapshot.num_tokens, gathered["older"].snapshot.num_tokens) == (100, 0)
+    text = exposition("m", [(found, True) for found in gathered.values()]).decode()
+    assert text.count("lilicorr:step_seconds_sum{") == 3 and "wonders" not in text
+    assert gathered["a"].num_gather_failures == 2
 
 
 def test_an_older_report_does_not_replace_a_newer_one() -> None:
     own = Peers(lambda: report("a"))
-    own.exchange(report("b", at=time.time(), num_tokens=5))
-    own.exchange(report("b", at=time.time() - 5, num_tokens=4))
+    own.exchange(report("b", at=time.time(), num_tokens=5).plain())
+    own.exchange(report("b", at=time.time() - 5, num_tokens=4).plain())
     gathered = asyncio.run(own.gather())
     assert [found.snapshot.num_tokens for found, _ in gathered if found.replica == "b"] == [5]
 
@@ -92,7 +144,7 @@ def test_only_so_many_that_have_gone_are_kept(monkeypatch: pytest.MonkeyPatch) -
     clock, own = Clock(monkeypatch), Peers(lambda: report("own", at=peers.time.time()))
     began = time.time()
     for index in range(MAX_GONE + 3):
-        own.exchange(report(f"{index:02d}", at=began + index / 1000))
+        own.exchange(report(f"{index:02d}", at=began + index / 1000).plain())
     clock.offset += STALE_S + 1
     gathered = asyncio.run(own.gather())
     assert [found.replica for found, _ in gathered] == [f"{index:02d}" for index in range(3, MAX_GONE + 3)] + ["own"]
@@ -102,8 +154,8 @@ def test_exchanging_tells_the_others_from_time_to_time_and_at_the_end(monkeypatc
     monkeypatch.setattr(peers, "PERIOD_S", 0.01)
     told: list[float] = []
 
-    async def ask(own: Report) -> list[dict[str, Report]]:
-        told.append(own.at)
+    async def ask(own: Plain) -> list[dict[str, Plain]]:
+        told.append(own["at"])
         return []
 
     async def live() -> int:

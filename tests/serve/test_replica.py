@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,19 @@ def test_snapshot_shows_who_runs_and_who_waits(replica: Replica, engine: EchoEng
 
     asyncio.run(run())
     wait_until(lambda: replica.snapshot().running == replica.snapshot().waiting == 0)
+
+
+def test_a_prompt_of_several_answers_waits_once(engine: EchoEngine, replica: Replica) -> None:
+    engine.max_running = 0
+    one, other = echo("a", "of many answers"), echo("b", "of one")
+
+    async def run() -> None:
+        ticket = replica.submit([one, replace(one, id="a2"), replace(one, id="a3"), other])
+        await asyncio.to_thread(wait_until, lambda: replica.snapshot().waiting == 4)
+        assert replica.snapshot().waiting_tokens == len(one.prompt_ids) + len(other.prompt_ids)
+        ticket.close()
+
+    asyncio.run(run())
 
 
 def test_idle_thread_never_wakes(replica: Replica, engine: EchoEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,7 +32,7 @@ def fixed() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale, "POLL_S", 0.01)
+    monkeypatch.setattr("serve_app.dashboard.POLL_S", 0.01)
 
 
 def test_an_autoscaled_endpoint_is_held_at_the_number_and_keeps_the_rest() -> None:
@@ -200,9 +201,19 @@ def test_a_refused_token_says_what_to_set(
     assert "RAY_AUTH_TOKEN_PATH" in capsys.readouterr().err
 
 
+def test_the_values_for_two_cores_are_what_the_application_takes() -> None:
+    (block,) = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    args = AppArgs.model_validate(yaml.safe_load(block))
+    assert args.gpus == 0 and 2 * args.cpus <= 1 and args.engine_config.max_running == 4
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_file_is_what_serve_and_the_application_take(name: str) -> None:
     from ray.serve.schema import ServeDeploySchema
+
+    from serve_app.app import RETRY_AFTER_S, build_app
 
     (ours,) = CONFIGS[name]["applications"]
     ServeDeploySchema.model_validate(CONFIGS[name])
@@ -210,8 +221,14 @@ def test_a_config_file_is_what_serve_and_the_application_take(name: str) -> None
     (endpoint,) = ours["deployments"]
     # what Serve lets through and what the replica expects are set in two places
     assert endpoint["max_ongoing_requests"] == args.max_ongoing_requests > args.max_requests
+    assert endpoint["max_queued_requests"] == args.max_queued_requests > 0  # while no replica runs
+    assert endpoint["backpressure_config"] == {"status_code": 503, "retry_after_s": RETRY_AFTER_S}
     assert endpoint["graceful_shutdown_timeout_s"] >= 300  # a long answer is finished, not cut
     assert "request_timeout_s" not in CONFIGS[name]["http_options"]  # it would end long streams
+    deployed = build_app(args)._bound_deployment  # and where no config file says anything, the same holds
+    assert deployed.name == endpoint["name"] == scale.DEPLOYMENT
+    assert deployed.max_queued_requests == endpoint["max_queued_requests"]
+    assert deployed._deployment_config.backpressure_config.model_dump() == endpoint["backpressure_config"]
 
 
 def test_the_two_config_files_differ_in_scaling_alone() -> None:
