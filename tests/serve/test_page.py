@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -84,6 +85,18 @@ def test_rates_and_acceptance_are_live(page: Page, url: str) -> None:
     page.wait("document.getElementById('rate').textContent > 0")
     shows(page, tau="4.00")  # of the blocks since the page was opened
     assert page.run("document.querySelector('#slots > div').title") == "slot 1: accepted in 100.0 % of blocks"
+
+
+def test_a_reason_stands_only_while_it_holds(page: Page, url: str, serve: FakeServe) -> None:
+    def fail() -> dict[str, Any]:
+        raise RuntimeError("Serve is away")
+
+    news = "document.getElementById('scale-news').textContent"
+    answering, serve.details = serve.details, fail
+    page.open(f"{url}/ui")
+    page.wait(f"{news}.includes('Serve is away')")
+    serve.details = answering
+    page.wait(f"{news}.includes('lets it choose again')")
 
 
 def test_a_prompt_streams_and_drafts_are_coloured_by_slot(page: Page, url: str) -> None:
