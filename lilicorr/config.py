@@ -264,7 +264,7 @@ class EngineConfig:
             if len(entry) != 3 or entry[0] < 1 or entry[2] <= 0:
                 raise ValueError(f"verify_costs must be rows of (rows, positions, milliseconds), got {entry}")
         if self.verify_costs and self.deterministic:
-            raise ValueError("verify_costs cuts passes to different shapes, deterministic asks for one: set one of them")
+            raise ValueError("verify_costs cuts passes to different shapes, deterministic asks for one: set one")
 
 
 @dataclass(frozen=True)
