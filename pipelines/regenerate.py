@@ -163,7 +163,7 @@ def run_on_ray(work: Work) -> None:
     options = ", ".join(f"regenerate.{key}" for key in ("num_actors", "cpus_per_actor", "gpus_per_actor"))
     local.check_resources(num_actors, "actors", each, options)
     work.attempts.mkdir(parents=True)
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     queue = ray.remote(ShardQueue).options(num_cpus=0, scheduling_strategy=here).remote(len(work.shards))
     # One row is one worker for the whole run; Ray Data gives it to another actor where its own has died.
     workers = ray.data.from_items([{"worker": i} for i in range(num_actors)], override_num_blocks=num_actors)

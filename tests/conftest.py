@@ -53,11 +53,19 @@ def tiny_target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    """A Ray instance of four logical CPUs and no dashboard; it ends with the module's tests, and no other one does."""
+def ray_environment() -> Iterator[None]:
+    """The variables of a Ray instance of the tests, which Ray reads when it is imported."""
     before = {name: os.environ.get(name) for name in RAY_ENVIRONMENT}
     os.environ.update(RAY_ENVIRONMENT)
-    import ray  # reads the variables above when it is imported
+    yield
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(ray_environment: None) -> Iterator[None]:
+    """A Ray instance of four logical CPUs and no dashboard; it ends with the module's tests, and no other one does."""
+    import ray
 
     folder = tempfile.mkdtemp(prefix="lr-", dir="/tmp")  # short: a socket's path has at most 107 bytes
     ray.init(
@@ -73,5 +81,3 @@ def ray_cluster() -> Iterator[None]:
     yield
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)

@@ -6,7 +6,6 @@ The driver's node has no CPUs, as in cluster.yaml, so that every actor and worke
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 import threading
@@ -17,13 +16,12 @@ from pathlib import Path
 
 import pytest
 import test_regenerate
-from test_regenerate import by_value, change, expected, folder_of, found, make_slow  # noqa: F401
+from test_regenerate import ROOT, change, expected, folder_of, found, make_slow
 from test_regenerate import config as corpus  # noqa: F401
 from test_train import config as recipe  # noqa: F401
 from test_train import inputs, with_train  # noqa: F401
 
 import fake_generator
-from conftest import RAY_ENVIRONMENT, ROOT
 from lilicorr.config import PipelineConfig
 from lilicorr.provenance import sha256_tree
 from pipelines import regenerate, train
@@ -59,10 +57,8 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    """Two nodes and this process connected to them."""
-    before = {name: os.environ.get(name) for name in RAY_ENVIRONMENT}
-    os.environ.update(RAY_ENVIRONMENT)
+def nodes(ray_environment: None) -> Iterator[Nodes]:
+    """Such a cluster, and this process connected to it."""
     import ray
 
     folder = tempfile.mkdtemp(prefix="lr-", dir="/tmp")
@@ -77,8 +73,6 @@ def nodes() -> Iterator[Nodes]:
     ray.shutdown()
     made.cluster.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
 
 @pytest.fixture

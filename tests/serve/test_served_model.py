@@ -244,7 +244,7 @@ def test_leaving_client_frees_its_row(served: Served) -> None:
     for _ in range(ROWS):
         with httpx2.stream("POST", served.url + CHAT, json=body, timeout=250) as response:
             lines = response.iter_lines()
-            while '"content": ""' not in next(lines):
+            while '"content":""' not in next(lines):
                 pass
     wait_until(lambda: served.replica.snapshot().num_finished.get("abort", 0) >= ROWS, timeout_s=120)
     wait_until(lambda: served.replica.snapshot().free_pages == PAGES)
