@@ -47,7 +47,7 @@ def toy_case(head: str = "argmax", num_candidates: int = 3) -> Case:
 
 
 def trained_case(profile: str, run: str) -> Case:
-    """The draft model of a finished run, and the prompts held out from it."""
+    """The draft model of a finished run, and prompts: those held out from it, and as many others as are missing."""
     folder = RUNS / profile
     final = folder / "train" / run / "final"
     if not final.is_dir():
@@ -56,7 +56,8 @@ def trained_case(profile: str, run: str) -> Case:
     layers = read_checkpoint(final).description.spec.target_layer_ids
     target = load_target(TargetConfig(source), layer_ids=layers)
     model = load_draft_model(final, target, dtype=torch.float32)
-    conversations = read_conversations(folder / "prepare" / "held_out.parquet")[:NUM_PROMPTS]
-    first = [conversation.messages[:1] for conversation in conversations]
+    files = [folder / "prepare" / name for name in ("held_out.parquet", "prompts.parquet")]
+    conversations = [conversation for file in files for conversation in read_conversations(file)]
+    first = [conversation.messages[:1] for conversation in conversations[:NUM_PROMPTS]]
     prompts = [render_prompt(target.tokenizer, messages, {"enable_thinking": False}) for messages in first]
     return target, model, read_checkpoint(final, target), prompts
