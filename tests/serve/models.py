@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +51,26 @@ def free_port() -> int:
         port = probe.getsockname()[1]
     assert not 10_002 <= port <= 19_999, f"the kernel's ephemeral ports overlap Ray's worker ports: {port}"
     return port
+
+
+@contextmanager
+def serving(target: Path, checkpoint: Path, **arguments: Any) -> Iterator[str]:
+    """The real application on the Ray instance of this process, under the name `tiny`; yields its URL."""
+    from ray import serve
+
+    from serve_app.app import AppArgs, build_app
+
+    port = free_port()
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    args = AppArgs(checkpoint=str(checkpoint), target=str(target), model_name="tiny", cpus=0.5, **arguments)
+    serve.run(build_app(args), name="lilicorr", route_prefix="/")
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+
+
+def replica_pids() -> list[int]:
+    """The processes of the replicas that this process's Serve says are running."""
+    from serve_app.controller import Controller
+
+    replicas = Controller().details()["applications"]["lilicorr"]["deployments"]["Endpoint"]["replicas"]
+    return sorted(replica["pid"] for replica in replicas if replica["state"] == "RUNNING")

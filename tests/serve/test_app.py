@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
-from models import free_port, load, save_random_checkpoint
+from models import load, save_random_checkpoint, serving
 
 from lilicorr.chat import answer_text, render_prompt
 from lilicorr.checkpoint import load_draft_model
@@ -50,24 +50,8 @@ def reference_texts(target: Path, checkpoint: Path, params: SamplingParams) -> l
 @pytest.fixture(scope="module")
 def endpoint(ray_cluster: None, folders: tuple[Path, Path]) -> Iterator[str]:
     """The URL of the application on a Ray instance of its own."""
-    from ray import serve
-
-    from serve_app.app import AppArgs, build_app
-
-    port = free_port()
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    target, checkpoint = folders
-    arguments = AppArgs(
-        checkpoint=str(checkpoint),
-        target=str(target),
-        model_name="tiny",
-        version="abc",
-        cpus=0.5,
-        engine={"max_running": 1, "num_pages": 40},
-    )
-    serve.run(build_app(arguments), name="lilicorr", route_prefix="/")
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
+    with serving(*folders, version="abc", engine={"max_running": 1, "num_pages": 40}) as url:
+        yield url
 
 
 @pytest.mark.ray

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from models import free_port
+from models import replica_pids, serving
 from test_load import Case, Times, ask, make_cases, models  # noqa: F401
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -21,42 +21,14 @@ STREAMS = 16
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, models: tuple[Path, Path]) -> Iterator[str]:  # noqa: F811
     """An endpoint of two replicas of 16 rows."""
-    from ray import serve
-
-    from serve_app.app import AppArgs, build_app
-
-    port = free_port()
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    target, checkpoint = models
-    args = AppArgs(
-        checkpoint=str(checkpoint),
-        target=str(target),
-        model_name="tiny",
-        cpus=0.5,
-        num_replicas=2,
-        engine={"max_running": STREAMS},
-    )
-    serve.run(build_app(args), name="lilicorr", route_prefix="/")
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
+    with serving(*models, num_replicas=2, engine={"max_running": STREAMS}) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
 def case(models: tuple[Path, Path]) -> Case:  # noqa: F811
     """The longest answer there is, so that a stream of it is under way for a while."""
     return max(make_cases(*models), key=lambda case: case.num_tokens)
-
-
-def replica_pids() -> list[int]:
-    """The processes of the replicas."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if (folder / "cmdline").read_bytes().startswith(b"ray::ServeReplica:lilicorr:Endpoint"):
-                found.append(int(folder.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
 
 
 async def read_while(url: str, case: Case, act: Callable[[], None]) -> list[BaseException | None]:
@@ -92,7 +64,7 @@ def wait_until_two_serve(url: str, case: Case) -> None:
     deadline = time.monotonic() + 300
     while True:
         states = serve.status().applications["lilicorr"].deployments["Endpoint"].replica_states
-        if states.get("RUNNING") == 2 and len(states) == 1:
+        if states.get("RUNNING") == 2 and len(states) == 1 and len(replica_pids()) == 2:
             break
         assert time.monotonic() < deadline, states
         time.sleep(1)
@@ -105,6 +77,7 @@ def wait_until_two_serve(url: str, case: Case) -> None:
 
 def test_a_killed_replica_costs_its_own_streams_and_is_replaced(url: str, case: Case) -> None:
     """An answer is whole and right or its connection breaks: none is cut short and looks whole."""
+    wait_until_two_serve(url, case)
     before = replica_pids()
     assert len(before) == 2
     ended = asyncio.run(read_while(url, case, lambda: os.kill(before[0], signal.SIGKILL)))
@@ -120,9 +93,10 @@ def test_streams_do_not_notice_that_the_controller_is_killed(url: str, case: Cas
     import ray
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
+    wait_until_two_serve(url, case)
     before = replica_pids()
     controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     ended = asyncio.run(read_while(url, case, lambda: ray.kill(controller, no_restart=False)))
     assert not [error for error in ended if error is not None]
     wait_until_two_serve(url, case)
-    assert sorted(replica_pids()) == sorted(before)
+    assert replica_pids() == before

@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 from fakes import CHAT
-from models import free_port, load, save_random_checkpoint
+from models import load, replica_pids, save_random_checkpoint, serving
 
 from lilicorr.chat import render_prompt
 from lilicorr.checkpoint import load_draft_model
@@ -60,23 +60,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, models: tuple[Path, Path]) -> Iterator[str]:
     """An endpoint of one replica with 32 rows, and pages for a quarter of what they may need."""
-    from ray import serve
-
-    from serve_app.app import AppArgs, build_app
-
-    port = free_port()
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    target, checkpoint = models
-    args = AppArgs(
-        checkpoint=str(checkpoint),
-        target=str(target),
-        model_name="tiny",
-        cpus=0.5,
-        engine={"max_running": STREAMS, "num_pages": 24},
-    )
-    serve.run(build_app(args), name="lilicorr", route_prefix="/")
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
+    with serving(*models, engine={"max_running": STREAMS, "num_pages": 24}) as address:
+        yield address
 
 
 def make_cases(target: Path, checkpoint: Path) -> list[Case]:
@@ -167,13 +152,8 @@ def quantile(metrics: dict[str, float], name: str, share: float) -> float:
 
 def replica_mb() -> float:
     """Resident memory of the one replica's process."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if (folder / "cmdline").read_bytes().startswith(b"ray::ServeReplica:lilicorr:Endpoint"):
-                return int((folder / "statm").read_text().split()[1]) * 4096 / 1e6
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    raise AssertionError("no replica runs")
+    (pid,) = replica_pids()
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6
 
 
 def wait_for_rest(url: str) -> dict[str, float]:
