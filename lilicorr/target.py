@@ -197,6 +197,11 @@ class Target:
         return TargetCache(self.config.num_hidden_layers, max_length)
 
 
+def are_broken(logits: Tensor) -> Tensor:
+    """Where logits [..., V] are no law of a token, bool [...]: one is NaN or +inf, or all are -inf."""
+    return ~logits.amax(dim=-1).isfinite()  # the largest of NaN and others is NaN
+
+
 def eos_ids_of(*configs: Any) -> tuple[int, ...]:
     """Token ids that end an answer by any of a model's configs (generation and model), ascending."""
     ids: set[int] = set()

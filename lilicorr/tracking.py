@@ -126,7 +126,7 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in TRACKERS:
             raise ValueError(f"train.trackers must be among {', '.join(TRACKERS)}, got {name!r}")
         if find_spec(PACKAGES[name]) is None:
-            raise ValueError(f"train.trackers: {name} needs the package {PACKAGES[name]}, which is not installed")
+            raise ValueError(f"train.trackers: {name} needs a package: pip install {PACKAGES[name]}")
 
 
 class MetricLog:

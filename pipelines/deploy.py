@@ -12,6 +12,7 @@ they are not. `serve.yaml` is what was deployed; edit it and `serve deploy` it t
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import os
@@ -30,9 +31,10 @@ if __name__ == "__main__":
 
 import yaml
 
-from lilicorr.config import DeployConfig, EngineConfig, PipelineConfig, YarnConfig, fingerprint
+from lilicorr.config import DeployConfig, EngineConfig, PipelineConfig, fingerprint
 from lilicorr.provenance import sha256_tree, write_atomic, write_json
 from pipelines import local
+from pipelines.inputs import key_file
 from serve_app.dashboard import REQUEST_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, Dashboard, cluster_token, wait_for
 from serve_app.scale import APP
 from serve_app.scale import TIMEOUT_S as START_TIMEOUT_S
@@ -44,6 +46,7 @@ PACKAGES = ("lilicorr", "serve_app")  # what a replica imports
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses of all interfaces -> of the loopback one
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EXAMPLE_CHARS = 400
+IN_VERSION = ("model_name", "max_model_len", "yarn", "engine", "max_queue")  # settings of a replica, seen from outside
 
 
 def run(config: PipelineConfig) -> dict[str, Any]:
@@ -98,16 +101,16 @@ def deployed_checkpoint(config: PipelineConfig) -> Path:
 
 
 def wanted_version(config: PipelineConfig) -> str:
-    """The version that deploying now would serve: of weights, code and YaRN as they are.
+    """The version that deploying now would serve: of weights, code and settings as they are.
 
     Raises ValueError for an untrained run.
     """
-    return version_of(deployed_checkpoint(config), code_hash(ROOT), config.deploy.yarn)
+    return version_of(deployed_checkpoint(config), code_hash(ROOT), config.deploy)
 
 
-def version_of(checkpoint: Path, code: str, yarn: YarnConfig | None) -> str:
-    """What tells one served draft model from another: its weights, the hash of the code, the drafter's YaRN."""
-    return fingerprint(sha256_tree(checkpoint), code, yarn)
+def version_of(checkpoint: Path, code: str, deploy: DeployConfig) -> str:
+    """What tells one replica from another: its weights, the hash of the code, its settings."""
+    return fingerprint(sha256_tree(checkpoint), code, *(getattr(deploy, name) for name in IN_VERSION))
 
 
 def code_hash(root: Path) -> str:
@@ -152,9 +155,9 @@ def build_application(config: PipelineConfig, checkpoint: Path, code: Path) -> d
         engine=changed_fields(deploy.engine),
         max_queue=deploy.max_queue,
         max_ongoing_requests=deploy.max_ongoing_requests,
-        api_key_file=absolute(deploy.api_key_file),
-        admin_key_file=absolute(deploy.admin_key_file),
-        version=version_of(checkpoint, code.name, deploy.yarn),
+        api_key_file=key_file(deploy.api_key_file),
+        admin_key_file=key_file(deploy.admin_key_file),
+        version=version_of(checkpoint, code.name, deploy),
     )
     return {
         "name": APP,
@@ -168,15 +171,6 @@ def build_application(config: PipelineConfig, checkpoint: Path, code: Path) -> d
 def changed_fields(config: EngineConfig) -> dict[str, Any]:
     """The fields that are not at their defaults."""
     return {name: value for name, value in asdict(config).items() if value != getattr(EngineConfig(), name)}
-
-
-def absolute(path: str | None) -> str | None:
-    """A key file's path as replicas find it, whose working directory is another; raises ValueError without the file."""
-    if path is None:
-        return None
-    if not Path(path).is_file():
-        raise ValueError(f"the key file {path} of deploy does not exist")
-    return str(Path(path).resolve())
 
 
 def find_dashboard(config: PipelineConfig) -> Dashboard:
@@ -275,8 +269,8 @@ def wait_until_serving(url: str, version: str) -> None:
                 pass
             with urllib.request.urlopen(f"{url}/v1/models", timeout=REQUEST_TIMEOUT_S) as response:
                 found = json.load(response)["data"][0]["fingerprint"]
-        except OSError as error:
-            return str(error)
+        except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
+            return repr(error)
         return found == version or f"it still serves version {found}"
 
     wait_for(look, f"version {version} at {url}, of which Serve says that it runs,", SHUTDOWN_TIMEOUT_S)

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from pipelines.lock import LockedError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +30,7 @@ class UserError(ValueError):
     """A foreseen error of a Ray worker; its one line stands in the text of whatever Ray wraps it in."""
 
 
+OF_SYSTEM = re.compile(r"\(os error (\d+)\)")  # the number of the system's error in the text of safetensors' own class
 IN_TEXT = re.compile(rf"\b{UserError.__module__}\.{UserError.__name__}: (.+)")
 
 
@@ -39,6 +42,9 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, OF_PATHS) or (isinstance(error, OSError) and error.errno in OF_DISKS):
         # Arrow's name the file in the text
         return f"{error.strerror}: {error.filename}" if error.filename is not None else str(error)
+    number = OF_SYSTEM.search(str(error)) if isinstance(error, SafetensorError) else None
+    if number and int(number[1]) in OF_DISKS:
+        return str(error)
     foreseen = isinstance(error, (ValueError, OSError, LockedError)) or type(error) is RuntimeError
     return str(error) if foreseen and _raised_here(error) else None
 

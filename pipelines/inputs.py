@@ -33,12 +33,20 @@ def engine_label(name: str) -> str:
             return f"{name} {importlib.metadata.version(package)}"
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise ValueError(f"regenerate.engine {name} needs a package: pip install {ENGINES[name][0]}")
+    raise ValueError(
+        f"regenerate.engine {name} needs the package {ENGINES[name][0]}: pip install -e '.[gpu]'; without a GPU: "
+        "--set regenerate.engine=transformers --set regenerate.gpus_per_actor=0"
+    )
 
 
 def prepare(config: PipelineConfig) -> list[str]:
-    """Target and prompt source."""
-    return [*problem_of(check_target, config.target), *problem_of(source_files, config.prompts)]
+    """Target, what it is made with, and prompt source."""
+    problems = [*problem_of(check_target, config.target), *problem_of(source_files, config.prompts)]
+    if config.target.source == "smollm2":
+        from lilicorr.smollm2 import check_smollm2
+
+        problems += problem_of(check_smollm2)
+    return problems
 
 
 def regenerate(config: PipelineConfig) -> list[str]:
@@ -68,8 +76,20 @@ def evaluate(config: PipelineConfig) -> list[str]:
 
 
 def deploy(config: PipelineConfig) -> list[str]:
-    """The run that is to be served."""
-    return problem_of(check_run, config, "deploy", config.deploy.run)
+    """The run that is to be served, and the files of keys."""
+    problems = problem_of(check_run, config, "deploy", config.deploy.run)
+    for path in (config.deploy.api_key_file, config.deploy.admin_key_file):
+        problems += problem_of(key_file, path)
+    return problems
+
+
+def key_file(path: str | None) -> str | None:
+    """A key file's path as replicas find it, whose working directory is another; raises ValueError without the file."""
+    if path is None:
+        return None
+    if not Path(path).is_file():
+        raise ValueError(f"the key file {path} of deploy does not exist")
+    return str(Path(path).resolve())
 
 
 def check_run(config: PipelineConfig, where: str, run: str) -> None:

@@ -97,6 +97,8 @@ def paths_of(config: PipelineConfig) -> dict[str, str | list[str]]:
         given["prompts.source"] = prompts.source
     if prompts.data_dir is not None:
         given["prompts.data_dir"] = prompts.data_dir
+    keys = {f"deploy.{name}": getattr(config.deploy, name) for name in ("api_key_file", "admin_key_file")}
+    given |= {key: path for key, path in keys.items() if path is not None}
     found: dict[str, str | list[str]] = {key: absolute(path) for key, path in given.items() if path != absolute(path)}
     entries = [entry.partition("=") for entry in config.evaluate.sets]
     sets = [f"{name}={absolute(file)}" if file else name + mark for name, mark, file in entries]

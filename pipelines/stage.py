@@ -166,7 +166,7 @@ def run_stage(stage: Stage, config: PipelineConfig, forced: bool) -> dict[str, A
     (folder / MARKER).unlink(missing_ok=True)
     started, clock = _now(), time.monotonic()
     sources = list_sources(stage.sources(config) if stage.sources else {})
-    result = stage.run(config)
+    result = stage.run(pinned(config) if "prepare" in stage.inputs else config)
     outputs = list_outputs(folder)
     marker = {
         "stage": stage.name,
@@ -185,6 +185,12 @@ def run_stage(stage: Stage, config: PipelineConfig, forced: bool) -> dict[str, A
     }
     write_json(folder / MARKER, marker)
     return marker
+
+
+def pinned(config: PipelineConfig) -> PipelineConfig:
+    """The config with the target's revision as `prepare` found it: a branch may mean another commit by now."""
+    described = json.loads((config.directory / "prepare" / "target.json").read_text(encoding="utf-8"))
+    return replace(config, target=replace(config.target, revision=described["revision"]))
 
 
 def _set_aside(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shlex
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -274,3 +275,12 @@ def test_nothing_broken_or_without_a_card_is_published(
     with pytest.raises(ValueError, match="model.safetensors is damaged"):
         push_to_hub(tmp_path / "final", "me/draft", endpoint=endpoint)
     assert not kept.files and not kept.repositories
+
+
+def test_a_hub_that_cannot_be_reached_is_told_in_one_line(target: Target, tmp_path: Path, hub: Any) -> None:
+    write_checkpoint(tmp_path / "final", make(target, NATIVE, "argmax"))
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        endpoint = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        with pytest.raises(ValueError, match=r"me/draft was not published: .*[Cc]onnection refused"):
+            push_to_hub(tmp_path / "final", "me/draft", endpoint=endpoint)

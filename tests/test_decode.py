@@ -249,10 +249,12 @@ def test_requests_that_cannot_be_served(tiny_target: Target):
             SamplingParams(**{"max_new_tokens": 3, **settings})
 
 
-def test_broken_weights_are_reported_not_decoded(tiny_target: Target):
-    tiny_target.lm_head[5] = math.nan
-    with pytest.raises(ValueError, match="NaN at position 5"):
-        Decoder(tiny_target, None).generate(PROMPT, SamplingParams(3))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_broken_weights_are_reported_not_decoded(tiny_target: Target, value: float, temperature: float):
+    tiny_target.lm_head[5:7, 0] = torch.tensor([value, -value])  # one of the two logits is +inf
+    with pytest.raises(ValueError, match="not finite at position 5"):
+        Decoder(tiny_target, None).generate(PROMPT, SamplingParams(3, temperature=temperature))
 
 
 def test_target_and_draft_model_must_agree_on_the_captured_layers(target_factory: Callable[..., Target]):

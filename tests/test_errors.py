@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from lilicorr import wheels
 from lilicorr.config import PipelineConfig, with_overrides
@@ -48,6 +50,14 @@ def test_what_our_code_and_the_system_say_is_told(tmp_path: Path) -> None:
     assert explain(OSError(errno.EIO, "x")) is None
     missing = explain(caught(wheels.wheel, "evals", tmp_path))
     assert missing is not None and "is missing; get it with: python pipelines/fetch.py" in missing
+
+
+def test_a_full_disk_is_told_by_safetensors_too(tmp_path: Path) -> None:
+    full = tmp_path / "full.safetensors"
+    full.symlink_to("/dev/full")
+    error = caught(save_file, {"x": torch.zeros(1 << 20)}, full)
+    assert type(error).__name__ == "SafetensorError" and "No space left on device" in (explain(error) or "")
+    assert explain(caught(save_file, {"x": torch.zeros(1)}, tmp_path)) is None  # a folder is no full disk
 
 
 def test_faults_are_not_explained() -> None:

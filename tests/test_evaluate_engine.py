@@ -52,5 +52,5 @@ def test_an_answer_takes_no_longer_than_its_last_block(chat_target: Target, monk
 def test_a_broken_target_ends_an_evaluation_by_the_engine(chat_target: Target):
     system = EngineSystem(chat_target, None)
     chat_target.lm_head[5] = float("nan")
-    with pytest.raises(RuntimeError, match="NaN at position 2"):
+    with pytest.raises(RuntimeError, match="not finite at position 2"):
         system.answer([65, 66], SamplingParams(3))

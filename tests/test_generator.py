@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 
@@ -217,12 +218,13 @@ def test_a_target_that_cannot_stop_is_refused(
 
 
 @ENGINES
-def test_broken_weights_end_a_regeneration(make: Callable[..., Generator]) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_broken_weights_end_a_regeneration(make: Callable[..., Generator], value: float) -> None:
     target = make_target(vocab=264)
     generator = make(target, batch_size=2)
-    target.lm_head[5] = float("nan")
+    target.lm_head[5:7, 0] = torch.tensor([value, -value])  # one of the two logits is +inf
     generator.submit(3, [65, 66], 4)
-    with pytest.raises(RuntimeError, match="NaN at position 2"):
+    with pytest.raises(RuntimeError, match="not finite at position 2"):
         generator.poll()
     assert generator.poll() == []
 

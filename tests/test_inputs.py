@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lilicorr import smollm2
 from lilicorr.config import PipelineConfig, from_dict
-from pipelines import inputs
+from pipelines import fetch, inputs
 from pipelines.full import STAGES, main
 
 
@@ -61,6 +63,19 @@ def test_a_target_folder_without_a_model_and_a_trained_run(tmp_path: Path) -> No
     assert inputs.deploy(config) == ["deploy.run 'old' is no run; the runs are none"]
     (config.directory / "train" / "old" / "final").mkdir(parents=True)
     assert inputs.deploy(config) == []
+    keyed = replace(config, deploy=replace(config.deploy, api_key_file="none.key", admin_key_file=__file__))
+    assert inputs.deploy(keyed) == ["the key file none.key of deploy does not exist"]
+
+
+def test_a_target_that_cannot_be_made_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = from_dict(PipelineConfig, {"target": {"source": "smollm2"}})
+    monkeypatch.setenv("LILICORR_CACHE", str(tmp_path))
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    message = "the target smollm2 needs the package gguf: pip install -e '.[smollm2]'"
+    assert inputs.prepare(config) == [message]
+    with pytest.raises(ValueError, match="needs the package gguf"):
+        smollm2.smollm2_folder(tmp_path)
+    assert fetch.main(["smollm2"]) == 1 and not any(tmp_path.iterdir())  # before anything is downloaded
 
 
 def test_the_files_of_a_config_are_named(tmp_path: Path) -> None:

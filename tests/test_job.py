@@ -24,6 +24,7 @@ def test_relative_paths_are_made_absolute_and_others_left_as_they_are(
         "target: {source: ./model}\nprompts: {source: x.jsonl}\n"
         "train: {runs: {a: {start_from: ./start, steps: 1}, b: {start_from: a, steps: 1}}}\n"
         "evaluate: {sets: [held_out, math500=sub/m.jsonl, mbpp=/data/m.jsonl]}\n"
+        "deploy: {api_key_file: api.key, admin_key_file: /keys/admin.key}\n"
     )
     arguments = ["--profile", "mine.yaml", "--set", "prompts.data_dir=it's here"]
     options = job.absolute_paths(arguments)
@@ -33,6 +34,7 @@ def test_relative_paths_are_made_absolute_and_others_left_as_they_are(
     assert (config.prompts.source, config.prompts.data_dir) == (f"{tmp_path}/x.jsonl", f"{tmp_path}/it's here")
     assert {name: run.start_from for name, run in config.train.runs.items()} == {"a": f"{tmp_path}/start", "b": "a"}
     assert config.evaluate.sets == ("held_out", f"math500={tmp_path}/sub/m.jsonl", "mbpp=/data/m.jsonl")
+    assert (config.deploy.api_key_file, config.deploy.admin_key_file) == (f"{tmp_path}/api.key", "/keys/admin.key")
     assert job.absolute_paths([*arguments, *options]) == options[:2]
     assert job.absolute_paths(["--profile", "tiny"]) == []
 

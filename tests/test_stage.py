@@ -43,6 +43,8 @@ def writer(name: str, content: str = "1") -> Stage:
 
     def run(config: PipelineConfig) -> dict[str, Any]:
         (config.directory / name / "out.txt").write_text(content)
+        if name == "prepare":
+            write_json(config.directory / name / "target.json", {"revision": None})
         return {"length": len(content)}
 
     fields, inputs = {"prepare": (("prompts",), ()), "train": (("train",), ("prepare",))}[name]
@@ -88,6 +90,17 @@ def test_only_a_stage_that_reads_the_changed_key_runs(config: PipelineConfig, do
     changed = with_overrides(config, ["train.batch_size=32", "train.seed=1"])
     assert reasons(done, changed) == ["skipped", "config changed: train.batch_size 64 -> 32, train.seed 0 -> 1"]
     assert reasons(done, with_overrides(config, ["train.num_workers=8", "deploy.port=1"])) == ["skipped", "skipped"]
+
+
+def test_the_target_is_the_commit_that_prepare_found(config: PipelineConfig, done: tuple[Stage, Stage]) -> None:
+    """A branch may move between the stages; the marker keeps what the user wrote, so that nothing runs again."""
+    write_json(config.directory / "prepare" / "target.json", {"revision": "0123abc"})
+    seen = []
+    train = replace(done[1], fields=("target",), run=lambda given: {"seen": seen.append(given.target.revision)})
+    branch = with_overrides(config, ["target.revision=main"])
+    run_stage(train, branch, forced=False)
+    assert seen == ["0123abc"] and read_marker(config, "train")["config"]["target.revision"] == "main"
+    assert not decide(train, branch).runs
 
 
 def test_a_stage_behind_one_that_runs_waits_for_its_result(config: PipelineConfig, done: tuple[Stage, Stage]) -> None:

@@ -20,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from lilicorr.checkpoint.card import taus_of
 from lilicorr.checkpoint.description import target_of
 from lilicorr.checkpoint.field import read_json
@@ -135,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             paths, more = (options.source, options.destination), (options.results, options.system)
             convert(*paths, options.to, target, options.target, *more)
-    except (ValueError, OSError) as error:  # transformers' and the hub's own errors are OSErrors
+    except (ValueError, OSError, SafetensorError) as error:  # transformers' own are OSErrors, a full disk is either
         raise SystemExit(f"error: {error}") from error
 
 

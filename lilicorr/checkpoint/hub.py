@@ -16,9 +16,10 @@ def push_to_hub(folder: Path, repo_id: str, private: bool = False, endpoint: str
     """Upload a checkpoint folder as the model `repo_id`, made if it does not exist; returns the commit's address.
 
     `endpoint` is another hub than the client's own. What does not load here is not published: ValueError as of
-    `read_checkpoint`, for a folder without a model card, and where nobody is logged in.
+    `read_checkpoint`, for a folder without a model card, where nobody is logged in, and where the hub refuses or cannot
+    be reached.
     """
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import HfApi, errors, get_token
 
     folder = Path(folder)
     description = read_checkpoint(folder).description
@@ -27,7 +28,10 @@ def push_to_hub(folder: Path, repo_id: str, private: bool = False, endpoint: str
     if get_token() is None:
         raise ValueError("no login on the model hub: `hf auth login`, or set HF_TOKEN")
     api = HfApi(endpoint=endpoint)
-    api.create_repo(repo_id, private=private, exist_ok=True)
     message = f"{description.head} draft model, drafts {description.spec.num_slots} tokens a block"
-    commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+    except (OSError, errors.HTTPError) as error:  # of the client's HTTP library, whichever its version has
+        raise ValueError(f"{repo_id} was not published: {str(error).splitlines()[0]}") from error
     return str(commit.commit_url)

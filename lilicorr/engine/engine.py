@@ -1,7 +1,7 @@
 """The engine: many requests at once through one step, on one thread.
 
 Place in the flow: a replica of the endpoint, `evaluate` and the benches drive it. One call of `step` is the loop of
-design.md section 7:
+docs/serving.md, Engine:
 
     admit     rows and pages for waiting requests
     prefill   a chunk of prompts
@@ -222,7 +222,7 @@ class Engine:
         """Decode all prompts, at most `max_running` at once; one `params` for all or one for each.
 
         `seconds` of an answer count from the call. Raises ValueError as `submit`, and while other requests are
-        in hand; RuntimeError for a target whose logits are NaN.
+        in hand; RuntimeError for a target whose logits are not finite.
         """
         if self.busy:
             raise ValueError(f"{len(self._requests)} requests are in hand; generate needs the engine for itself")
@@ -353,7 +353,8 @@ class Engine:
         if status == BROKEN:
             self._forget(progress)
             position = len(progress.token_ids)
-            return TokenChunk(request_id, [], error=f"ValueError: the target's logits are NaN at position {position}")
+            error = f"ValueError: the target's logits are not finite at position {position}"
+            return TokenChunk(request_id, [], error=error)
         counters.num_tokens += len(token_ids)
         if verified is not None:
             counters.num_blocks += 1

@@ -28,8 +28,9 @@ from lilicorr.engine.trim import choose, survival_of
 from lilicorr.kernels.accept import accept
 from lilicorr.logprobs import logprob_table
 from lilicorr.processing import process
+from lilicorr.target import are_broken
 
-RUNNING, STOPPED, AT_LIMIT, BROKEN = range(4)  # what a step says of a row; BROKEN: the target's logits are NaN
+RUNNING, STOPPED, AT_LIMIT, BROKEN = range(4)  # what a step says of a row; BROKEN: the target's logits are not finite
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class Step:
         status = torch.where(stopped, STOPPED, torch.where(count == remaining, AT_LIMIT, RUNNING))
         if silent is not None:
             count, status = count.where(~silent, 0), status.where(~silent, RUNNING)
-        count, status = count.where(active, 0), status.where(~_broken(logits), BROKEN)
+        count, status = count.where(active, 0), status.where(~are_broken(logits).any(dim=-1), BROKEN)
 
         state.active[rows] = active & (status == RUNNING)
         state.lengths[rows] = torch.where(active, starts + num_accepted + 1, state.lengths[rows])
@@ -263,8 +264,3 @@ def _first(places: Places, count: int, kv_lengths: Tensor) -> Places:
     """The first `count` positions of every row, none of which is padding."""
     positions, slots = places.positions[:, :count], places.slots[:, :count]
     return replace(places, positions=positions, slots=slots, kv_lengths=kv_lengths, query_lengths=None)
-
-
-def _broken(logits: Tensor) -> Tensor:
-    """Rows [N] whose logits [N, Q, V] hold a NaN; the maximum hands it on."""
-    return logits.amax(dim=-1).isnan().any(dim=-1)

@@ -108,7 +108,7 @@ class Planner:
 
     def observe(self, survival: np.ndarray, width: int | None, num_accepted: np.ndarray) -> None:
         """Take up one step: survival [n, S] of its rows, its width, and the drafts [n] that were accepted."""
-        running = survival[:, 0] >= 0  # a row that ended in the step before has nothing to say
+        running = (survival >= 0).all(axis=1)  # a row that ended in the step before, or is NaN, has nothing to say
         survival, num_accepted = survival[running].astype(np.float64), num_accepted[running]
         if not len(survival):
             return

@@ -198,14 +198,16 @@ def test_long_prompts_are_prefilled_beside_rows_that_decode() -> None:
     assert sizes[:16] == 16 * [50] and sum(sizes) == 800
 
 
-def test_broken_weights_end_the_request_and_not_the_engine() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_broken_weights_end_the_request_and_not_the_engine(value: float, temperature: float) -> None:
     target = toys.toy_target()
     engine = toys.toy_engine(target, toys.toy_draft_model(target, "argmax"))
-    target.lm_head[5] = math.nan
-    (chunk,) = toys.run_all(engine, [Request("a", [1, 2], SamplingParams(3))])["a"]
-    assert chunk.error == "ValueError: the target's logits are NaN at position 2" and chunk.last
+    target.lm_head[5:7, 0] = torch.tensor([value, -value])  # one of the two logits is +inf
+    (chunk,) = toys.run_all(engine, [Request("a", [1, 2], SamplingParams(3, temperature))])["a"]
+    assert chunk.error == "ValueError: the target's logits are not finite at position 2" and chunk.last
     assert not engine.busy and engine.pool.num_used == 0
-    with pytest.raises(RuntimeError, match="prompt 0: ValueError: the target's logits are NaN"):
+    with pytest.raises(RuntimeError, match="prompt 0: ValueError: the target's logits are not finite"):
         engine.generate([[1, 2]], SamplingParams(3))
 
 
@@ -219,7 +221,8 @@ def test_a_broken_request_fails_alone_beside_one_that_filters(head: str | None) 
     target.embed[66] = math.nan
     chunks = toys.run_all(toys.toy_engine(target, draft_model), requests)
     assert toys.runs_of(chunks["fine"]) == expected
-    assert [chunk.error for chunk in chunks["broken"]] == ["ValueError: the target's logits are NaN at position 3"]
+    error = "ValueError: the target's logits are not finite at position 3"
+    assert [chunk.error for chunk in chunks["broken"]] == [error]
 
 
 @pytest.mark.parametrize("head", [head for head in HEADS if head != "argmax"])
@@ -334,7 +337,7 @@ def test_a_broken_prompt_leaves_nothing_of_the_others_in_hand(steps_behind: int)
     target = toys.toy_target(vocab=67)
     target.embed[66] = math.nan
     engine = toys.toy_engine(target, None, max_running=2, steps_behind=steps_behind)
-    with pytest.raises(RuntimeError, match="prompt 1: ValueError: the target's logits are NaN at position 2"):
+    with pytest.raises(RuntimeError, match="prompt 1: ValueError: the target's logits are not finite at position 2"):
         engine.generate([[1, 2], [3, 66], [4, 5], [6]], SamplingParams(20))
     assert not engine.busy and engine.pool.num_used == 0
     assert len(engine.generate([[1, 2]], SamplingParams(3))[0].token_ids) == 3

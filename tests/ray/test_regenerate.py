@@ -130,7 +130,8 @@ def test_shards_of_another_version_are_not_gone_on_with(
 
 def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(inputs.ENGINES, "vllm", ("no-such-package",))
-    with pytest.raises(ValueError, match="vllm needs a package: pip install no-such-package"):
+    message = r"vllm needs the package no-such-package: pip install -e '.\[gpu\]'; without a GPU: --set"
+    with pytest.raises(ValueError, match=message):
         inputs.engine_label("vllm")
 
 

@@ -215,8 +215,19 @@ def test_the_wanted_version_is_the_deployed_one_until_code_or_weights_change(
     (root / "serve_app" / "a.py").write_text("A = 2\n")
     assert deploy.wanted_version(config) != first
     assert run(config)["version"] == deploy.wanted_version(config)
-    stretched = replace(config, deploy=replace(config.deploy, yarn=YarnConfig(4.0, 128)))
-    assert run(stretched)["version"] == deploy.wanted_version(stretched) != deploy.wanted_version(config)
+    changes: list[dict[str, Any]] = [
+        {"yarn": YarnConfig(4.0, 128)},
+        {"engine": replace(config.deploy.engine, max_running=3)},
+        {"max_queue": 7},
+        {"max_model_len": 77},
+        {"model_name": "other"},
+    ]
+    versions = {deploy.wanted_version(config)}
+    for change in changes:
+        changed = replace(config, deploy=replace(config.deploy, **change))
+        assert run(changed)["version"] == deploy.wanted_version(changed)
+        versions.add(deploy.wanted_version(changed))
+    assert len(versions) == 1 + len(changes)
 
 
 def test_other_applications_stay(cluster: FakeCluster, config: PipelineConfig) -> None:
