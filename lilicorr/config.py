@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lilicorr.values import at_least, parse_yaml, unknown_profile
+from lilicorr.values import above, at_least, parse_yaml, unknown_profile
 
 Config = TypeVar("Config")
 BUILT_IN = ("embedded", "random", "smollm2")  # targets that the package has or makes
@@ -199,9 +199,9 @@ class TrainConfig:
         at_least(self, 1, "checkpoint_steps", "keep_checkpoints", "log_steps", "eval_steps")
         at_least(self, 2, "max_length")
         at_least(self, 0, "drafter_lr", "head_lr", "drafter_weight_decay", "head_weight_decay", "gpus_per_worker")
+        at_least(self, 0, "seed")
         at_least(self, -1, "max_failures")
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be above 0, got {self.max_grad_norm}")
+        above(self, 0, "max_grad_norm")
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_prompts", "max_new_tokens", "bootstrap_samples")
-        at_least(self, 0, "temperature", "sampled_temperature")
+        at_least(self, 0, "temperature", "sampled_temperature", "seed", "sampled_seeds")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from lilicorr.folder import new_folder
 
 FORMAT = 1
 LAYOUTS = ("turn", "conversation")
+ARRAYS = ("tokens", "mask", "offsets", "vocab")
 COLUMNS = ["cid", "turn", "prompt_ids", "completion_ids", "finish_reason", "fingerprint"]
 
 
@@ -166,7 +167,7 @@ def _lay_out(
         "max_length": max_length,
         "longest_row": int(lengths.max()),
         "layout": layout,
-        "content": _content_hash([folder / "tokens.npy", folder / "mask.npy", folder / "offsets.npy"]),
+        "content": content_hash(folder),
     }
 
 
@@ -179,11 +180,11 @@ def _new_array(path: Path, kind: type, size: int) -> BinaryIO:
     return file
 
 
-def _content_hash(paths: Sequence[Path], block: int = 1 << 24) -> str:
-    """16 hex digits of the arrays' bytes, read in blocks and without the files' headers."""
+def content_hash(folder: Path, block: int = 1 << 24) -> str:
+    """16 hex digits of a training set's arrays, read in blocks and without the files' headers."""
     digest = hashlib.blake2b(digest_size=8)
-    for path in paths:
-        with path.open("rb") as file:
+    for name in ARRAYS:
+        with (folder / f"{name}.npy").open("rb") as file:
             np.lib.format.read_magic(file)
             np.lib.format.read_array_header_1_0(file)
             while chunk := file.read(block):

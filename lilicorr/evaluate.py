@@ -42,7 +42,7 @@ from lilicorr.acceptance import (
 )
 from lilicorr.benchmarks import BENCHMARKS, benchmark_facts
 from lilicorr.blocks import DraftOutput, Proposal, Verdict
-from lilicorr.chat import Message, answer_text
+from lilicorr.chat import ChatError, Message, answer_text
 from lilicorr.config import EngineConfig, EvaluateConfig, fingerprint
 from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.draft_model import DraftModel
@@ -50,7 +50,7 @@ from lilicorr.engine.engine import Engine
 from lilicorr.engine.request import Request
 from lilicorr.lattice import candidates
 from lilicorr.provenance import write_atomic
-from lilicorr.tables import TABLES, Results, paper_table, read_results
+from lilicorr.tables import TABLES, read_results, tables_text
 from lilicorr.target import Target
 
 logger = logging.getLogger(__name__)
@@ -167,39 +167,43 @@ def run_sets(
     save: Callable[[dict[str, Any]], None],
     make_system: MakeSystem = System,
 ) -> dict[str, Any]:
-    """Evaluate every set with autoregression and the draft models; `save` is called after each set.
+    """Evaluate every set with autoregression and the draft models; `save` is called after each with all so far.
 
     A set that `previous` results hold for the same inputs is kept as it is. `identity` stands for the weights
     of target and draft models: with the config and the prompts it makes the fingerprint of a set.
 
     Returns {"systems": {name: {set: figures}}, "sets": {set: {"fingerprint", "num_turns", ...}}}; the figures
     are those of `acceptance.figures` and `matches_autoregressive`, the number of prompts whose output is the
-    autoregressive one. Raises ValueError for a set none of whose prompts fits the target's context, and
+    autoregressive one. Raises ValueError for a set none of whose prompts can be asked, and
     RuntimeError where a greedy output in fp32 or fp64 differs from the autoregressive one.
     """
     if AUTOREGRESSIVE in draft_models:
         raise ValueError(f"no draft model may be called {AUTOREGRESSIVE!r}")
     systems = {AUTOREGRESSIVE: make_system(target, None)}
     systems |= {name: make_system(target, draft_model) for name, draft_model in draft_models.items()}
-    results: dict[str, Any] = {"systems": {name: {} for name in systems}, "sets": {}}
     settings = key_settings(config, list(systems))
+    keys, facts, found = {}, {}, {}  # by set; `found` are the figures of every system
+
+    def results() -> dict[str, Any]:
+        done = [name for name in sets if name in found]  # in the order of the sets, whichever was measured first
+        by_system = {system: {name: found[name][system] for name in done} for system in systems}
+        return {"systems": by_system, "sets": {name: facts[name] for name in done}}
+
     for name, prompts in sets.items():
         key = fingerprint(settings, identity, list(systems), [dataclasses.asdict(prompt) for prompt in prompts])
-        before = previous.get("sets", {}).get(name, {}).get("fingerprint")
-        if before not in (None, key):
-            logger.info("%s: prompts, weights, code or settings changed (%s -> %s), measured again", name, before, key)
+        keys[name], before = key, previous.get("sets", {}).get(name, {}).get("fingerprint")
         if before == key:
             logger.info("%s: done before, kept", name)
-            results["sets"][name] = previous["sets"][name]
-            found = {system: previous["systems"][system][name] for system in systems}
-        else:
-            runner = SetRunner(name, target, systems, config, render)
-            found = runner.run(prompts)
-            results["sets"][name] = {"fingerprint": key, **runner.report()}
-        for system, values in found.items():
-            results["systems"][system][name] = values
-        save(results)
-    return results
+            facts[name] = previous["sets"][name]
+            found[name] = {system: previous["systems"][system][name] for system in systems}
+        elif before is not None:
+            logger.info("%s: prompts, weights, code or settings changed (%s -> %s), measured again", name, before, key)
+    for name in [name for name in sets if name not in found]:
+        runner = SetRunner(name, target, systems, config, render)
+        found[name] = runner.run(sets[name])
+        facts[name] = {"fingerprint": keys[name], **runner.report()}
+        save(results())
+    return results()
 
 
 def key_settings(config: EvaluateConfig, systems: Sequence[str]) -> dict[str, Any]:
@@ -229,6 +233,7 @@ class SetRunner:
         self.must_match = config.temperature == 0 and target.embed.dtype in EXACT_DTYPES
         self.num_turns = 0
         self.num_dropped = 0  # turns whose prompt leaves no room for the answer; they end their conversation
+        self.num_refused = 0  # turns that the target's chat template takes no part in; they end it too
         self.num_limited = 0  # turns whose answer the limit ended
 
     def run(self, prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:
@@ -250,14 +255,15 @@ class SetRunner:
                 logged = now
         if not sums[AUTOREGRESSIVE]:
             raise ValueError(
-                f"set {self.name}: none of {len(prompts)} prompts leaves room for max_new_tokens "
-                f"{self.config.max_new_tokens} in the target's context of {self.target.max_length}"
+                f"set {self.name}: none of {len(prompts)} prompts can be asked; the chat template refuses "
+                f"{self.num_refused}, the context of {self.target.max_length} has no room for the others with "
+                f"max_new_tokens {self.config.max_new_tokens}"
             )
         return self._figures(sums, matches, categories)
 
     def report(self) -> dict[str, int]:
         """What was run and what was left out."""
-        return {"num_turns": self.num_turns, "num_dropped": self.num_dropped, "num_limited": self.num_limited}
+        return {name: getattr(self, name) for name in ("num_turns", "num_dropped", "num_refused", "num_limited")}
 
     def _turns(self, prompt: Prompt) -> list[dict[str, Answer]]:
         """The answers of every system to the turns of one conversation, up to one that does not fit."""
@@ -267,7 +273,12 @@ class SetRunner:
             history.append(message)
             if message["role"] != "user":
                 continue
-            prompt_ids = self.render(history)
+            try:
+                prompt_ids = self.render(history)
+            except ChatError as error:
+                logger.warning("%s: prompt %s is left out: %s", self.name, prompt.id, error)
+                self.num_refused += 1
+                break
             if len(prompt_ids) + self.config.max_new_tokens > self.target.max_length:
                 self.num_dropped += 1
                 break
@@ -372,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.benchmark:
             text = json.dumps(benchmark_facts(arguments.benchmark, arguments.path), indent=2)
         elif arguments.table and arguments.results:
-            text = _tables(arguments.table, read_results(arguments.results))
+            text = tables_text(arguments.table, read_results(arguments.results))
         else:
             parser.error("give --table and --results, or --benchmark")
     except (ValueError, FileNotFoundError) as error:
@@ -381,13 +392,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_atomic(arguments.out, f"{text}\n".encode())
     else:
         print(text)
-
-
-def _tables(asked: str, results: Results) -> str:
-    """One table, or all of them."""
-    if asked != "all" and not asked.isdigit():
-        raise ValueError(f"table must be all or one of {', '.join(map(str, TABLES))}, got {asked!r}")
-    return "\n\n".join(paper_table(number, results) for number in (TABLES if asked == "all" else [int(asked)]))
 
 
 if __name__ == "__main__":

@@ -314,7 +314,13 @@ def _nemotron_files(data_dir: str | None) -> list[Path]:
     missing = [split for split in NEMOTRON_SPLITS if not any(f.name.startswith(f"{split}-") for f in files)]
     if missing:
         raise ValueError(f"{data_dir} has no files {', '.join(f'{split}-*.parquet' for split in missing)}")
-    return [file for file in files if file.name.partition("-")[0] in NEMOTRON_SPLITS]
+    files = [file for file in files if file.name.partition("-")[0] in NEMOTRON_SPLITS]
+    names = {file.name for file in files}
+    parts = [match for name in names if (match := PART.fullmatch(name))]
+    wanted = {f"{m['split']}-{i:05d}-of-{m['count']}{m['end']}" for m in parts for i in range(int(m["count"]))}
+    if cut := sorted(wanted - names):
+        raise ValueError(f"{data_dir} was downloaded in part: {len(cut)} files are missing, the first is {cut[0]}")
+    return files
 
 
 def _nemotron_rows(data_dir: str | None) -> Iterator[Mapping[str, Any]]:

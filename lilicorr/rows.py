@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,9 +31,10 @@ INVALID_TEXT = "\udcff"  # stands for a Parquet row whose strings are not UTF-8
 
 
 def corpus_files(path: Path) -> list[Path]:
-    """`path` itself, or the data files below the folder `path`, sorted; hidden folders are left out.
+    """`path` itself, or the data files below the folder `path`, links to folders included, sorted; hidden ones are not.
 
-    Raises ValueError where there is no such file or nothing in it that could be read.
+    Raises ValueError where there is no such file or nothing in it that could be read, and OSError for a folder that
+    may not be looked into.
     """
     if path.is_file():
         if path.suffix not in SUFFIXES:
@@ -40,11 +42,27 @@ def corpus_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ValueError(f"prompt file or folder {path} does not exist")
-    found = (file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-    files = sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    files = [file for file in _files_below(path) if file.suffix in SUFFIXES]
     if not files:
         raise ValueError(f"folder {path} holds no file ending in {', '.join(SUFFIXES)}")
-    return files
+    return sorted(files)
+
+
+def _files_below(path: Path) -> Iterator[Path]:
+    """The files below a folder that are not hidden, each real folder once."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    seen = set()
+    for folder, folders, names in os.walk(path, onerror=fail, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # a link back to where we were
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(folder, name) for name in names if not name.startswith(".") and Path(folder, name).is_file())
 
 
 def iter_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -102,6 +102,13 @@ def paper_tables() -> dict[str, Any]:
     return _json(Path(__file__).parent / "paper_tables.json")
 
 
+def tables_text(asked: str, results: Results) -> str:
+    """The paper's table of that number, or all of them for `all`; errors as of `paper_table`."""
+    if asked != "all" and not asked.isdigit():
+        raise ValueError(f"table must be all or one of {', '.join(map(str, TABLES))}, got {asked!r}")
+    return "\n\n".join(paper_table(number, results) for number in (TABLES if asked == "all" else [int(asked)]))
+
+
 def paper_table(number: int, results: Results) -> str:
     """Table `number` of the paper as Markdown; raises ValueError for a table that is not one of results."""
     if number not in TABLES:

@@ -146,7 +146,7 @@ class Target:
         """How many rows of the tables are tokens, padding being behind them; None without a tokenizer."""
         if self.tokenizer is None:
             return None
-        return min(max(self.tokenizer.get_vocab().values()) + 1, self.embed.shape[0])
+        return min(num_token_ids(self.tokenizer), self.embed.shape[0])
 
     @property
     def device(self) -> torch.device:
@@ -229,6 +229,8 @@ def default_layer_ids(num_target_layers: int, num_captured: int) -> tuple[int, .
 
     Raises ValueError where the target is too shallow to give `num_captured` distinct layers.
     """
+    if num_captured < 1:
+        raise ValueError(f"the drafter must read at least 1 layer of the target, got {num_captured}")
     if num_captured == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
@@ -276,8 +278,13 @@ def model_config(config: TargetConfig) -> PretrainedConfig:
         raise ValueError(f"target.source {config.source!r} is neither a folder nor a model: {reason}") from error
 
 
+def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the tokenizer's largest id; its length is less where its ids have holes."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def resolve_mask_token(config: TargetConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> int:
-    """The mask token's id: the configured one, else the first embedding row the tokenizer never produces, else
+    """The mask token's id: the configured one, else the first embedding row behind the tokenizer's ids, else
     the tokenizer's own mask token.
 
     Raises ValueError where the id has no embedding row, or where there is none to choose: the embedding is
@@ -287,8 +294,8 @@ def resolve_mask_token(config: TargetConfig, tokenizer: PreTrainedTokenizerBase,
         if not 0 <= config.mask_token_id < num_rows:
             raise ValueError(f"mask_token_id {config.mask_token_id} is outside the target's {num_rows} embedding rows")
         return config.mask_token_id
-    if len(tokenizer) < num_rows:
-        return len(tokenizer)
+    if (unused := num_token_ids(tokenizer)) < num_rows:
+        return unused
     if tokenizer.mask_token_id is not None:
         return tokenizer.mask_token_id
     raise ValueError(

@@ -13,12 +13,19 @@ import yaml
 
 
 def at_least(config: Any, low: float, *names: str) -> None:
-    """Raise ValueError for a number of a config dataclass that is below `low` or NaN; None passes."""
+    """Raise ValueError for a number of a config dataclass, alone or in a tuple, below `low` or NaN; None passes."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and not value >= low:
+        if not all(number >= low for number in (value if isinstance(value, tuple) else (value,)) if number is not None):
             null = " or null" if type(config).__dataclass_fields__[name].default is None else ""
             raise ValueError(f"{name} must be at least {low:g}{null}, got {value}")
+
+
+def above(config: Any, low: float, name: str) -> None:
+    """Raise ValueError for a number of a config dataclass that is not above `low`."""
+    value = getattr(config, name)
+    if not value > low:
+        raise ValueError(f"{name} must be above {low:g}, got {value}")
 
 
 def parse_yaml(text: str, where: str) -> Any:

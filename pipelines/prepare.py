@@ -85,7 +85,7 @@ def describe_target(config: TargetConfig) -> dict[str, Any]:
         "eos_token_id": tokenizer.eos_token_id,
         "probe_tokens": len(probe),
         "tokenizer_hash": _sha256(tokenizer.backend_tokenizer.to_str()),
-        "template_hash": _sha256(tokenizer.chat_template),
+        "template_hash": _sha256(tokenizer.get_chat_template()),
         "files_hash": sha256_tree(name) if Path(name).is_dir() else None,
     }
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from lilicorr.checkpoint import save_draft_model
 from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, fingerprint, from_dict, to_dict
-from lilicorr.corpus import Sampler, TrainingSet, build_training_set
+from lilicorr.corpus import Sampler, TrainingSet, build_training_set, content_hash
 from lilicorr.draft_model import DraftModel, build_draft_model, run_block_spec
 from lilicorr.drafter import copy_target_layers, drafter_shape
 from lilicorr.folder import remove_unfinished
@@ -133,9 +133,12 @@ def ensure_training_set(config: PipelineConfig) -> TrainingSet:
     source = training_set_source(hashes, config.train)
     if (folder / "meta.json").is_file():
         training_set = TrainingSet.open(folder)
-        if training_set.meta["source"] == source:
+        if training_set.meta["source"] != source:
+            logger.info("the training set was made from other shards or settings and is built again")
+        elif content_hash(folder) != training_set.meta["content"]:
+            logger.warning("the training set is damaged and is built again")
+        else:
             return training_set
-        logger.info("the training set was made from other shards or settings and is built again")
     report = build_training_set(shards, folder, config.train.max_length, config.train.layout, source)
     logger.info("training set: %s", report)
     return TrainingSet.open(folder)
@@ -166,13 +169,21 @@ def verified_shards(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def finished(job: Job, folder: Path | None = None) -> dict[str, Any] | None:
-    """The result of a run that has finished as it is configured now, None if it has not; `folder` is where to look."""
+    """The result of a run that has finished as it is configured now and whose checkpoint is whole, else None.
+
+    `folder` is where to look.
+    """
     folder = folder or job.folder
     path = folder / "result.json"
     if not path.is_file() or not (folder / "final").is_dir():
         return None
     result = json.loads(path.read_text(encoding="utf-8"))
-    return result if result["identity"] == job.identity else None
+    if result["identity"] != job.identity:
+        return None
+    if result["checkpoint"] != sha256_tree(folder / "final"):
+        logger.warning("run %s: its checkpoint is damaged; it goes on from its newest state", job.name)
+        return None
+    return result
 
 
 def set_aside(job: Job) -> None:
@@ -358,7 +369,7 @@ def finish(job: Job, trainer: Trainer, target: Target) -> None:
     dtype = "bfloat16" if target.embed.dtype == torch.bfloat16 else "float32"
     save_draft_model(job.folder / "final", trainer.draft_model, origin(job, trainer, target) | last, dtype)
     result = {"identity": job.identity, "steps": trainer.done, "num_blocks": trainer.num_blocks}
-    write_json(job.folder / "result.json", result | last)
+    write_json(job.folder / "result.json", result | last | {"checkpoint": sha256_tree(job.folder / "final")})
 
 
 def origin(job: Job, trainer: Trainer, target: Target) -> dict[str, Any]:

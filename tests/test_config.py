@@ -206,6 +206,9 @@ def test_a_value_that_does_not_fit(override: str, message: str) -> None:
         ("regenerate.num_actors=0", "regenerate.num_actors must be at least 1, got 0"),
         ("prompts.max_conversations=0", "prompts.max_conversations must be at least 1 or null, got 0"),
         ("evaluate.bootstrap_samples=0", "evaluate.bootstrap_samples must be at least 1, got 0"),
+        ("evaluate.seed=-1", "evaluate.seed must be at least 0, got -1"),
+        ("evaluate.sampled_seeds=[42, -1]", "evaluate.sampled_seeds must be at least 0, got (42, -1)"),
+        ("train.seed=-1", "train.seed must be at least 0, got -1"),
         ("deploy.port=70000", "deploy.port must be at most 65535, got 70000"),
     ],
 )

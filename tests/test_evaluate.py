@@ -15,6 +15,7 @@ from safetensors.torch import load, save
 
 from lilicorr import decode, evaluate
 from lilicorr.acceptance import Answer
+from lilicorr.chat import ChatError
 from lilicorr.checkpoint import save_draft_model
 from lilicorr.config import DrafterConfig, EvaluateConfig, PipelineConfig, SystemConfig, TargetConfig, from_dict
 from lilicorr.decode import SamplingParams
@@ -31,6 +32,7 @@ from pipelines.prepare import describe_target
 
 HEAD_CONFIG = {"hidden_size": 16, "num_heads": 2, "factor_dim": 8}
 CONFIG = EvaluateConfig(max_new_tokens=12, bootstrap_samples=50)
+COUNTS = ("num_dropped", "num_refused", "num_limited")
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ def test_results_have_every_key_and_are_json(chat_target: Target, capsys: pytest
     assert plain["tau"] == 1.0 and plain["speedup"] == 1.0 and plain["oracle_prefix"] is None
     assert len(ours["per_slot"]) == 3 and ours["num_tokens"] == plain["num_tokens"]
     assert ours["oracle_prefix"] >= max(ours["selected_prefix"], ours["top1_prefix"])
-    assert set(results["sets"]["chat"]) == {"fingerprint", "num_turns", "num_dropped", "num_limited"}
+    assert set(results["sets"]["chat"]) == {"fingerprint", "num_turns", *COUNTS}
     assert results["sets"]["chat"]["num_turns"] == 2
 
     print_table(results)
@@ -155,6 +157,12 @@ def test_a_killed_run_goes_on_with_the_first_set_that_is_not_done(chat_target: T
     again = run(chat_target, sets, previous=results)
     assert decoded == ["two"] and again == results
 
+    saved.clear()
+    with pytest.raises(KeyboardInterrupt):  # what is behind a set that is measured is not lost with it
+        run(chat_target, {"new": [ask("c", "z")], **sets}, previous=results, save=save_and_die)
+    assert list(saved[0]["sets"]) == ["new", "one", "two"] and decoded == ["two", "new"]
+    assert saved[0]["systems"]["lilicorr"]["two"] == results["systems"]["lilicorr"]["two"]
+
     others = dict(
         prompts=dict(sets={**sets, "one": [ask("a", "changed")]}),
         weights=dict(identity={"target": "b"}),
@@ -213,8 +221,22 @@ def test_prompts_without_room_are_dropped_and_counted(chat_target: Target):
     assert results["systems"]["lilicorr"]["chat"]["num_prompts"] == 2
     report = {key: results["sets"]["chat"][key] for key in ("num_turns", "num_dropped")}
     assert report == {"num_turns": 2, "num_dropped": 2}
-    with pytest.raises(ValueError, match="none of 1 prompts.*12.*512"):
+    with pytest.raises(ValueError, match="none of 1 prompts.* refuses 0, the context of 512 .*max_new_tokens 12"):
         run(chat_target, {"chat": [long]})
+
+
+def test_prompts_that_the_template_refuses_are_left_out_and_counted(chat_target: Target):
+    def choosy(messages: list[dict[str, str]]) -> list[int]:
+        if messages[0]["role"] == "system":
+            raise ChatError("no system turns")
+        return render(messages)
+
+    odd = Prompt("odd", [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}])
+    results = run(chat_target, {"chat": [odd, ask("a", "one")]}, render=choosy)
+    report = {key: results["sets"]["chat"][key] for key in ("num_turns", "num_dropped", "num_refused")}
+    assert report == {"num_turns": 1, "num_dropped": 0, "num_refused": 1}
+    with pytest.raises(ValueError, match="none of 1 prompts can be asked; the chat template refuses 1, "):
+        run(chat_target, {"chat": [odd]}, render=choosy)
 
 
 def test_recording_is_not_in_the_measured_time(chat_target: Target, monkeypatch: pytest.MonkeyPatch):

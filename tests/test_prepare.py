@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from lilicorr import target as targets
 from lilicorr.config import TargetConfig
@@ -19,3 +20,13 @@ def test_a_branch_is_described_by_the_commit_it_stands_for(tmp_path: Path, monke
     model._commit_hash = "0123abcd"
     monkeypatch.setattr(targets, "model_config", lambda _: model)
     assert describe_target(config)["revision"] == "0123abcd"
+
+
+def test_of_several_templates_the_default_one_counts(tmp_path: Path) -> None:
+    config = TargetConfig(source=str(tiny_target_folder(tmp_path / "target")))
+    alone = describe_target(config)
+    tokenizer = AutoTokenizer.from_pretrained(config.source)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(config.source)
+    assert isinstance(AutoTokenizer.from_pretrained(config.source).chat_template, dict)
+    assert describe_target(config)["template_hash"] == alone["template_hash"]

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from lilicorr.config import TargetConfig
@@ -61,13 +63,13 @@ def test_default_layer_ids_are_those_of_the_published_drafters():
     assert default_layer_ids(8, 3) == (1, 3, 5)
     with pytest.raises(ValueError, match="3 distinct layers cannot be captured from 5"):
         default_layer_ids(5, 3)
+    for num_captured in (0, -1):
+        with pytest.raises(ValueError, match=f"at least 1 layer of the target, got {num_captured}"):
+            default_layer_ids(5, num_captured)
 
 
-def tokenizer_of(num_tokens: int, **special: str) -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    vocabulary = {f"w{i}": i for i in range(num_tokens - len(special))}
+def tokenizer_of(num_tokens: int, hole: str | None = None, **special: str) -> PreTrainedTokenizerFast:
+    vocabulary = {f"w{i}": i for i in range(num_tokens - len(special)) if f"w{i}" != hole}
     vocabulary |= {token: num_tokens - 1 - i for i, token in enumerate(special.values())}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="w0")), **special)
 
@@ -76,6 +78,8 @@ def test_mask_token_is_the_first_row_the_tokenizer_never_produces():
     assert resolve_mask_token(TargetConfig(), tokenizer_of(60), 64) == 60
     assert resolve_mask_token(TargetConfig(mask_token_id=7), tokenizer_of(60), 64) == 7
     assert resolve_mask_token(TargetConfig(), tokenizer_of(60, mask_token="<m>"), 60) == 59
+    holey = tokenizer_of(60, hole="w7")
+    assert (len(holey), resolve_mask_token(TargetConfig(), holey, 64)) == (59, 60)
     with pytest.raises(ValueError, match="all taken"):
         resolve_mask_token(TargetConfig(), tokenizer_of(60), 60)
     with pytest.raises(ValueError, match="mask_token_id 151669 is outside the target's 64 embedding rows"):
