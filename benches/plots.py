@@ -183,7 +183,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    rows = read_rows(folder)
+    try:
+        rows = read_rows(folder)
+    except ValueError as error:
+        parser.error(str(error))
     drawn = {"kernels.png": kernel_shares(rows), "stages.png": stacked_stages(rows), "decode.png": decode_rates(rows)}
     for name, figure in drawn.items():
         if figure is not None:

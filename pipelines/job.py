@@ -36,7 +36,7 @@ def demo(folder: Path, arguments: Sequence[str]) -> int:
     full.check_options(arguments)
     arguments = [*arguments, *absolute_paths(arguments)]
     head = local.start(folder)
-    os.environ.update(local.environment(folder))
+    local.use_head(folder)
     os.environ.pop("RAY_ADDRESS", None)
     from ray.job_submission import JobSubmissionClient  # reads the variables when it is imported
 

@@ -38,9 +38,11 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from lilicorr.folder import ASIDE
 from lilicorr.provenance import write_json
 from pipelines.errors import one_line_errors
 from pipelines.lock import process_start
+from pipelines.process import descendants, identity, is_alive
 
 ROOT = Path(__file__).resolve().parents[1]
 FREE_PORTS = range(20_000, 32_000)  # outside Ray's worker ports (10002-19999) and the kernel's ephemeral ones
@@ -50,6 +52,8 @@ SERVE_PORT = 8000  # of Ray Serve and of the profiles
 START_TIMEOUT_S = 180.0
 ANSWER_POLL_S = 0.5
 STOP_TIMEOUT_S = 10.0
+OTHER_TOKEN = "RAY_AUTH_TOKEN"  # the user's for another cluster; for Ray it comes before RAY_AUTH_TOKEN_PATH
+MAX_TEMPORARY_BYTES = 20  # of the path of the default temporary folder
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -58,10 +62,8 @@ def environment(folder: Path) -> dict[str, str]:
     RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 is what makes Ray listen on the loopback interface only.
     """
     token = folder / "token"
-    if not token.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
+    if not token.is_file() or token.stat().st_size == 0:
+        make_token(token)
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
@@ -69,6 +71,29 @@ def environment(folder: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # the default of 15 starves the workers on a machine with other work
     }
+
+
+def make_token(path: Path) -> None:
+    """Put a new token at `path`, readable by its user only; one that another process has put there first stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, aside = tempfile.mkstemp(prefix=ASIDE, dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+            file.flush()
+            os.fsync(file.fileno())
+        if path.is_file() and path.stat().st_size == 0:
+            path.unlink(missing_ok=True)  # left by an earlier version that was killed, or by a full disk
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, path)
+    finally:
+        os.unlink(aside)
+
+
+def use_head(folder: Path) -> None:
+    """Set the variables of `environment` in this process, for our head: it takes its own token and no other."""
+    os.environ.update(environment(folder))
+    os.environ.pop(OTHER_TOKEN, None)
 
 
 def set_environment(run_directory: Path) -> None:
@@ -87,28 +112,33 @@ def connect(run_directory: Path) -> None:
     The own instance lives as long as this process. `run_directory` is `<run dir>/<profile>`. A head that is alive and
     busy is waited for, as in `start`.
     """
+    address = os.environ.get("RAY_ADDRESS")
+    if address is not None and address.startswith(("http://", "https://")):
+        raise ValueError(
+            f"RAY_ADDRESS={address} is a dashboard, by which one can only deploy: give the cluster's own HOST:PORT, or "
+            f"run this there by ray job submit --address {address}"
+        )
     set_environment(run_directory)
     folder = run_directory.parent / ".ray"
-    head = None if "RAY_ADDRESS" in os.environ else living_head(folder)
+    head = None if address is not None else living_head(folder)
     if head is not None:
-        os.environ.update(environment(folder))  # this head wants its token, whatever the user's mode is
+        use_head(folder)  # whatever the user's mode is
     import ray
     from ray._raylet import Config
 
     if ray.is_initialized():
         return
     Config.initialize("")  # reads the authentication mode again, should Ray have been imported before
-    if "RAY_ADDRESS" in os.environ:
+    if address is not None:
         try:
             ray.init()
         except ConnectionError as error:
-            address = os.environ["RAY_ADDRESS"]
             raise ValueError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from error
     elif head is not None:
         # Workers that look for "the" cluster of this machine find this one.
         ray.init(address=head["address"], runtime_env={"env_vars": {"RAY_ADDRESS": head["address"]}})
     else:
-        temporary = tempfile.mkdtemp(prefix="lilicorr-")  # short: the path of a socket has at most 107 bytes
+        temporary = temporary_folder()
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
         ray.init(
             address="local",
@@ -118,6 +148,13 @@ def connect(run_directory: Path) -> None:
             _node_ip_address="127.0.0.1",
             _temp_dir=temporary,
         )
+
+
+def temporary_folder() -> str:
+    """A new folder for Ray, which adds some 65 bytes to it for its sockets, whose paths may have 107 in all."""
+    default = tempfile.gettempdir()
+    short = len(os.fsencode(default)) <= MAX_TEMPORARY_BYTES
+    return tempfile.mkdtemp(prefix="lilicorr-", dir=default if short else "/tmp")
 
 
 def check_resources(count: int, what: str, each: dict[str, float], options: str) -> None:
@@ -254,7 +291,7 @@ def launch(folder: Path) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
     """Start the process of a head on free ports; returns it and its record, which is written."""
     taken: set[int] = set()
     port, dashboard_port, client_port, *agent_ports = (free_port(taken) for _ in range(7))
-    temporary = tempfile.mkdtemp(prefix="lilicorr-")
+    temporary = temporary_folder()
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
     command += [f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}"]
     command += [f"--ray-client-server-port={client_port}"]
@@ -264,7 +301,8 @@ def launch(folder: Path) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
     command += ["--min-worker-port=0", "--max-worker-port=0", f"--num-cpus={num_cpus()}"]
     command += [f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={temporary}", "--disable-usage-stats"]
     variables = {**os.environ, **environment(folder)}
-    variables.pop("RAY_ADDRESS", None)
+    for name in ("RAY_ADDRESS", OTHER_TOKEN):
+        variables.pop(name, None)
     with open(folder / "head.log", "wb") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -278,34 +316,6 @@ def launch(folder: Path) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
     }
     write_json(folder / "head.json", head)
     return process, head
-
-
-def identity(pid: int) -> dict[str, int | None]:
-    """A process id and its start, which together are never used again."""
-    return {"pid": pid, "started": process_start(pid)}
-
-
-def process_table() -> dict[int, tuple[int, int]]:
-    """Parent and session of every process of this machine, by id."""
-    table = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = entry.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        table[int(entry.parent.name)] = (int(fields[1]), int(fields[3]))
-    return table
-
-
-def descendants(pid: int) -> set[int]:
-    """The processes below `pid` and, where it led a session, what is left of that session."""
-    table = process_table()
-    found: set[int] = set()
-    fresh = {pid} | {child for child, (_, session) in table.items() if session == pid}
-    while fresh:
-        found |= fresh
-        fresh = {child for child, (parent, _) in table.items() if parent in found} - found
-    return found - {pid}
 
 
 def stop(folder: Path) -> int:
@@ -332,11 +342,6 @@ def stop(folder: Path) -> int:
     return len(processes)
 
 
-def is_alive(process: dict[str, int | None]) -> bool:
-    """Whether that very process still runs."""
-    return process["started"] is not None and process_start(process["pid"]) == process["started"]
-
-
 def main() -> None:
     """The command line; see the module's first lines."""
     parser = argparse.ArgumentParser(description="A Ray head on this machine.")
@@ -347,6 +352,7 @@ def main() -> None:
         parser.error(f"{options.action} takes no {' '.join(rest)}")
     run_dir = Path(options.run_dir).resolve()
     folder = run_dir / ".ray"
+    none = f"no Ray head in {folder}: start one with python pipelines/local.py start, or give --run-dir"
     if options.action in ("start", "demo"):
         with one_line_errors():
             if options.action == "demo":
@@ -357,13 +363,15 @@ def main() -> None:
     elif options.action == "status":
         head = read_head(folder)
         silent = "" if head is None or answers(head["dashboard"], folder) else ", which does not answer yet"
-        print(f"running: dashboard {head['dashboard']}{silent}" if head else "not running")
+        print(f"running: dashboard {head['dashboard']}{silent}" if head else none)
     elif options.action == "env":
         head = read_head(folder)
         if head is None:
-            sys.exit("not running")
+            print("false")  # for `eval` to end with
+            sys.exit(f"error: {none}")
         variables = {**environment(folder), "RAY_ADDRESS": head["address"]}
         variables |= {"RAY_API_SERVER_ADDRESS": head["dashboard"], "RAY_DASHBOARD_ADDRESS": head["dashboard"]}
+        print(f"unset {OTHER_TOKEN}")
         for name, value in variables.items():
             print(f"export {name}={shlex.quote(value)}")
     else:

@@ -1,8 +1,8 @@
 """One driver per run directory: a lock file with an owner and a heartbeat.
 
 Place in the flow: `pipelines.stage` holds the lock of `runs/<profile>` while it runs stages. A driver that
-died leaves its lock behind; it is taken over when its process is gone (same host) or its heartbeat is old
-(another host, or a process that hangs).
+died leaves its lock behind; it is taken over when its process is gone (same host), or when nothing was heard of it for
+a minute (another host, or a process that hangs).
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class LockedError(RuntimeError):
 class Lock:
     """Context manager that owns `path`, and says so again every few seconds.
 
-    Raises LockedError on entry while another driver lives. If the lock is lost while held (this process
-    was stopped for longer than `stale_s` and another driver took over), the process ends itself by SIGTERM.
+    Raises LockedError on entry while another driver lives; to find that out may take `stale_s` seconds. If the lock is
+    lost while held (this process was stopped for longer than `stale_s` and another driver took over), the process ends
+    itself by SIGTERM.
     """
 
     def __init__(self, path: Path, heartbeat_s: float = HEARTBEAT_S, stale_s: float = STALE_S) -> None:
@@ -50,15 +51,38 @@ class Lock:
     def __enter__(self) -> Lock:
         owner = read_owner(self.path)
         if owner is not None:
-            reason = why_dead(owner, self.stale_s)
-            if reason is None:
-                raise LockedError(f"{self.path.parent} is in use by {describe(owner)}; remove {self.path} if not")
-            logger.warning("taking over the lock of %s: %s", describe(owner), reason)
+            self._take_over(owner)
         self._write()
         time.sleep(SETTLE_S)
         self._require_ownership()
         self._thread.start()
         return self
+
+    def _take_over(self, owner: dict[str, Any]) -> None:
+        """Return as soon as the lock of `owner` may be taken; raises LockedError if its owner lives.
+
+        Clocks jump, and those of two hosts differ, so a heartbeat that looks old only asks for a closer look: a driver
+        lives that is heard within `stale_s` of this process's own, steady clock.
+        """
+        reason = why_dead(owner, self.stale_s)
+        if reason is not None and not is_gone(owner):
+            logger.warning("waiting up to %.0f s for %s: %s", self.stale_s, describe(owner), reason)
+            found = self._next(owner)
+            if found is None:
+                return
+            owner, reason = found, reason if found == owner else None
+        if reason is None:
+            raise LockedError(f"{self.path.parent} is in use by {describe(owner)}; remove {self.path} if not")
+        logger.warning("taking over the lock of %s: %s", describe(owner), reason)
+
+    def _next(self, owner: dict[str, Any]) -> dict[str, Any] | None:
+        """What the lock holds as soon as that is not `owner`, or else after `stale_s`."""
+        deadline = time.monotonic() + self.stale_s
+        while True:
+            time.sleep(max(0.0, min(self.heartbeat_s, deadline - time.monotonic())))
+            found = read_owner(self.path)
+            if found != owner or time.monotonic() >= deadline:
+                return found
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stopped.set()
@@ -99,13 +123,18 @@ class Lock:
                 logger.warning("no heartbeat in %s, trying again: %s", self.path, error)
 
 
+def is_gone(owner: dict[str, Any]) -> bool:
+    """Whether the owner of a lock was a process of this host that has ended."""
+    return owner["host"] == platform.node() and process_start(owner["pid"]) != owner["process_started"]
+
+
 def why_dead(owner: dict[str, Any], stale_s: float = STALE_S) -> str | None:
-    """Why the owner of a lock no longer counts, None while it lives."""
-    if owner["host"] == platform.node() and process_start(owner["pid"]) != owner["process_started"]:
+    """Why the owner of a lock does not seem to live, None if it does; by its heartbeat it may still (`Lock`)."""
+    if is_gone(owner):
         return "its process is gone"
     age = time.time() - owner["heartbeat"]
-    if age > stale_s:
-        return f"its last heartbeat is {age:.0f} s old"
+    if abs(age) > stale_s:
+        return f"its last heartbeat is {age:.0f} s old" if age > 0 else f"its last heartbeat is {-age:.0f} s ahead"
     return None
 
 

@@ -46,10 +46,10 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 from lilicorr import stdlib
 from lilicorr.provenance import provenance, write_json
+from lilicorr.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 logger = logging.getLogger(__name__)
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 NUM_TOKENS = 4090  # of the tokenizer; the drafter's mask token is the first row after them
 NUM_ROWS = 4096  # of the embedding
 MAX_NEW_TOKENS = 256  # of the answers that the statistics are made of
@@ -57,15 +57,6 @@ MAX_NEW_TOKENS = 256  # of the answers that the statistics are made of
 # runs of signs. Newline and indentation stay apart so that the generation prompt, which ends in a
 # newline, encodes to a prefix of the whole conversation.
 PIECES = r"\n+|(?<=\n)[ \t]+|[^\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|\s"
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-
 
 Piece = tuple[str, list[int]]  # a document's kind, token ids
 Row = list[list[int]]  # the token ids of the pieces packed into one row

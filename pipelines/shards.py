@@ -35,6 +35,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lilicorr.config import fingerprint
+from lilicorr.folder import ASIDE
 from lilicorr.parquet import row_groups
 from lilicorr.prompts import Conversation, read_conversations
 from lilicorr.provenance import sha256_file, write_atomic, write_json
@@ -195,7 +196,7 @@ def open_run(folder: Path, engine: str, parts: dict[str, Any]) -> Run:
         write_json(path, {"format": FORMAT, "fingerprint": fingerprint(parts), "parts": parts})
     for name in (".", "shards", "dead_letter", "manifest"):
         (folder / name).mkdir(exist_ok=True)
-        for leftover in (folder / name).glob(".tmp-*"):
+        for leftover in (folder / name).glob(f"{ASIDE}*"):
             leftover.unlink(missing_ok=True)
     return Run(folder, fingerprint(parts), engine)
 

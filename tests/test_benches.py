@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benches import decode, head_latency, plots, train_step, verify_cost
+from benches import decode, head_latency, kernels, plots, train_step, verify_cost
 from benches.geometry import TOY, random_draft_model, random_target
 from benches.timing import RowFile
 from lilicorr.heads import HEADS
@@ -129,6 +129,14 @@ def test_checkpoints_are_named_by_their_run_and_read_their_own_layers(tmp_path: 
         decode.captured_by({"a": tmp_path / "a", "c": tmp_path / "c"})
 
 
+def test_kernels_are_timed_on_a_gpu_only(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    with pytest.raises(SystemExit):
+        kernels.main()
+    assert "error: no GPU here: the kernels are timed on one; --dry" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("bench", [decode, verify_cost])
 def test_what_cannot_be_measured_ends_in_one_line(bench, tmp_path: Path, monkeypatch, capsys) -> None:
     def refused(*arguments: str) -> str:
@@ -216,13 +224,14 @@ def gpu_rows() -> list[dict[str, Any]]:
 
 
 def test_plots_and_table_come_from_the_newest_rows(tmp_path: Path, monkeypatch, capsys) -> None:
-    with pytest.raises(ValueError, match="no rows in"):
-        plots.read_rows(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["plots", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        plots.main()
+    assert f"error: no rows in {tmp_path}: it must hold .jsonl files of the benches" in capsys.readouterr().err
     dated = [{**row, "provenance": {"date": "2026-02-01"}} for row in gpu_rows()]
     older = {**dated[6], "median_us": 777_000.0, "provenance": {"date": "2026-01-01"}}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dated))
     (tmp_path / "b.jsonl").write_text(json.dumps(older) + "\n")
-    monkeypatch.setattr(sys, "argv", ["plots", str(tmp_path)])
     plots.main()
     assert {path.name for path in tmp_path.glob("*.png")} == {"kernels.png", "stages.png", "decode.png"}
     block, kernel, rates, step = capsys.readouterr().out.splitlines()

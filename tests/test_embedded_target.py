@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 import lilicorr
-from lilicorr import stdlib
+from lilicorr import stdlib, tiny
+from pipelines import pretrain
 
 FOLDER = Path(lilicorr.__file__).parent / "embedded"
 FILES = {
@@ -65,7 +66,7 @@ def test_architecture(model: Qwen3ForCausalLM) -> None:
 
 def test_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
     assert len(tokenizer) == MASK_TOKEN_ID  # the mask token is the first row the tokenizer never makes
-    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [0, 1, 2]
+    assert tokenizer.convert_tokens_to_ids(list(tiny.SPECIAL_TOKENS)) == [0, 1, 2]
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
     assert tokenizer.bos_token is None
     text = "def f(x):\n    if x:\n        return 'näive ∑ \U0001f600'\n\n\n\tpass  \r\n"
@@ -76,6 +77,8 @@ def test_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_chat_template_is_plain_chatml(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.chat_template == tiny.CHAT_TEMPLATE is pretrain.CHAT_TEMPLATE
+    assert pretrain.SPECIAL_TOKENS is tiny.SPECIAL_TOKENS
     text = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
     assert text == f"<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n"
     for thinking in (True, False):

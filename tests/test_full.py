@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from fake_stages import NAMES, NUM_STEPS, STAGES, made
+from lilicorr import evaluate
 from lilicorr.config import DeployConfig, PipelineConfig
 from lilicorr.provenance import write_json
 from pipelines import deploy, full
-from pipelines.stage import MARKER, find, print_status, read_marker
+from pipelines.stage import MARKER, find, print_status, read_marker, resolve_config
 from pipelines.stage import drive as drive_stages
+from test_tables import make_results
 
 SCRIPT = Path(__file__).with_name("fake_stages.py")
 ALL_STEPS = [f"{name}:{step}" for name in NAMES for step in range(NUM_STEPS)]
@@ -83,6 +85,26 @@ def test_from_until_and_force(tmp_path: Path) -> None:
     assert drive(tmp_path, "--from", "train", "--until", "train", "--force", "train").returncode == 0
     assert made(tmp_path / "tiny").count("train:0") == 2
     assert len(list((tmp_path / "tiny" / "_replaced").iterdir())) == 1
+
+
+def test_the_tables_lie_beside_the_results_of_any_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("prompts: {source: stdlib}\n")
+    options = ["--profile", str(profile), "--run-dir", str(tmp_path / "runs"), "--until", "evaluate", "--tables"]
+    monkeypatch.setattr(full, "print_results", lambda _: None)
+    monkeypatch.setattr(full, "execute", lambda *_: resolve_config(full.parse(options)[0]))
+    with pytest.raises(SystemExit, match=r"results\.json is missing: run pipelines/evaluate.py first"):
+        full.main(options)
+    folder = tmp_path / "runs" / "mine" / "evaluate"
+    write_json(folder / "results.json", make_results(humaneval={}).greedy)
+    full.main(options)
+    evaluate.main(["--table", "all", "--results", str(folder)])
+    assert (folder / "tables.md").read_text() == capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        full.parse([*options, "--until", "train"])
+    assert "--tables is made by the stage evaluate, which is left out" in capsys.readouterr().err
 
 
 def test_a_changed_config_runs_what_depends_on_it(tmp_path: Path) -> None:

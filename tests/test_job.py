@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import types
@@ -70,8 +71,10 @@ def test_the_job_gets_the_arguments_as_they_are(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(local, "start", lambda _: head)
     monkeypatch.setattr(local, "environment", lambda _: {})
     monkeypatch.setattr(job, "follow", follow)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's, for another cluster")
     arguments = ["--profile", "tiny", "--set", f"deploy.model_name={OTHER}", "--run-dir", str(job.ROOT / "out")]
     assert job.demo(job.ROOT / "out" / ".ray", arguments) == 0
+    assert "RAY_AUTH_TOKEN" not in os.environ
     words = shlex.split(given["entrypoint"])
     assert words[1:] == ["pipelines/full.py", "--set", "deploy.port=20001", *arguments]
     config = resolve_config(full.parse(words[2:])[0])

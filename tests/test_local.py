@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lilicorr.provenance import write_json
 from pipelines import local
+from pipelines.errors import explain
 from pipelines.lock import process_start
 
 # A leader that starts a child in a session of its own, and ignores SIGTERM as a hanging process would.
@@ -144,6 +149,90 @@ def test_the_token_is_made_once_and_private(tmp_path: Path) -> None:
     first = token.read_text()
     assert local.environment(folder) == variables and token.read_text() == first
     assert variables["RAY_AUTH_MODE"] == "token" and variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+
+
+def test_a_token_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk leaves none, an empty file counts as none, and of two first commands at once both have the same."""
+    folder = tmp_path / ".ray"
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local.os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            local.environment(folder)
+    assert list(folder.iterdir()) == []
+    (folder / "token").touch(mode=0o644)
+    token = Path(local.environment(folder)["RAY_AUTH_TOKEN_PATH"])
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text()) == 64
+    first = token.read_text()
+    local.make_token(token)  # another command that found none
+    assert token.read_text() == first and list(folder.iterdir()) == [token]
+
+
+def test_a_head_gets_its_own_token_and_a_short_folder(
+    tmp_path: Path, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def start_process(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        given.update(options, command=command)
+        return bystander
+
+    deep = tmp_path / "a folder whose path is long"
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    folder = tmp_path / ".ray"
+    for name in (*local.environment(folder), "RAY_AUTH_TOKEN", "RAY_ADDRESS"):
+        monkeypatch.setenv(name, "the user's")
+    monkeypatch.setattr(local.subprocess, "Popen", start_process)
+    _, head = local.launch(folder)
+    Path(head["temporary"]).rmdir()
+    assert Path(head["temporary"]).parent == Path("/tmp") and f"--temp-dir={head['temporary']}" in given["command"]
+    assert given["env"]["RAY_AUTH_TOKEN_PATH"] == str(folder / "token") and given["env"]["RAY_AUTH_MODE"] == "token"
+    assert not {"RAY_AUTH_TOKEN", "RAY_ADDRESS"} & given["env"].keys()
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr(local, "living_head", lambda _: head)
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(is_initialized=lambda: True))
+    monkeypatch.setitem(sys.modules, "ray._raylet", types.SimpleNamespace(Config=None))
+    local.connect(tmp_path / "tiny")
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(folder / "token") and "RAY_AUTH_TOKEN" not in os.environ
+
+
+def test_the_default_temporary_folder_is_used_where_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = tempfile.mkdtemp(prefix="lr-", dir="/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", short)
+    made = Path(local.temporary_folder())
+    made.rmdir()
+    Path(short).rmdir()
+    assert made.parent == Path(short)
+
+
+def test_a_dashboard_is_no_cluster_to_connect_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    with pytest.raises(ValueError, match="RAY_ADDRESS=http://127.0.0.1:8265 is a dashboard, .* HOST:PORT") as caught:
+        local.connect(tmp_path / "runs" / "tiny")
+    assert explain(caught.value) == str(caught.value)
+
+
+def evaluated(run_dir: Path) -> subprocess.CompletedProcess[str]:
+    """What a shell makes of the line in the README: the user's token afterwards, its status and its errors."""
+    command = 'eval "$("$0" "$1" env --run-dir "$2")"; status=$?; echo "token $RAY_AUTH_TOKEN"; exit $status'
+    arguments = ["sh", "-c", command, sys.executable, local.__file__, str(run_dir)]
+    return subprocess.run(arguments, env={**os.environ, "RAY_AUTH_TOKEN": "x"}, capture_output=True, text=True)
+
+
+def test_the_variables_of_a_head_and_of_none(tmp_path: Path) -> None:
+    problem = f"no Ray head in {tmp_path / '.ray'}: start one with python pipelines/local.py start, or give --run-dir"
+    done = evaluated(tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "token x\n", f"error: {problem}\n")
+    command = [sys.executable, local.__file__, "status", "--run-dir", str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{problem}\n"
+    head = {"address": "127.0.0.1:1", "dashboard": "http://127.0.0.1:1", "process": local.identity(os.getpid())}
+    write_json(tmp_path / ".ray" / "head.json", head)
+    done = evaluated(tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "token \n", "")
 
 
 def test_a_free_port_is_outside_rays_own_and_not_in_use() -> None:

