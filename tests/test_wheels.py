@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import zipfile
 from pathlib import Path
@@ -68,13 +69,22 @@ def test_other_bytes_are_refused(index: Path) -> None:
     assert list(wheels.packages_dir().iterdir()) == []
 
 
-def test_without_a_source(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_source(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
-    assert fetch.main(["test", "--folder", str(tmp_path / "other")]) == 1
-    assert f"could not download {NAME}==1.0: pip ended with status 1" in caplog.text
-    assert f"put {wheels.PINS[NAME].filename} (sha256 {wheels.PINS[NAME].sha256}) into {tmp_path}/other" in caplog.text
+    with pytest.raises(SystemExit, match=f"^error: could not download {NAME}==1.0: pip ended with status 1") as end:
+        fetch.main(["test", "--folder", str(tmp_path / "other")])
+    pin = wheels.PINS[NAME]
+    assert f"put {pin.filename} (sha256 {pin.sha256}) into {tmp_path}/other" in str(end.value.code)
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> list[str]:
+        raise OSError(errno.ENOSPC, "No space left on device", "a.whl")
+
+    monkeypatch.setattr(wheels, "download", full)
+    with pytest.raises(SystemExit) as end:
+        fetch.main(["benchmarks"])
+    assert end.value.code == "error: No space left on device: a.whl"
 
 
 def test_unknown_names() -> None:
