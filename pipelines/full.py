@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 from lilicorr.config import LiLiCorrConfig, PipelineConfig, SystemConfig, from_dict
 from pipelines import inputs, local
-from pipelines.stage import VERSIONS, Stage, argument_parser, execute, lazily, resolve_config, select
+from pipelines.stage import VERSIONS, Stage, argument_parser, execute, find, lazily, plan, resolve_config, select
 from pipelines.systems import SYSTEMS, chosen, with_systems
 
 HEALTH_TIMEOUT_S = 5.0
@@ -171,16 +171,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments, change = parse(argv)
     config = execute(arguments.stages, arguments, arguments.force, change)
     if config is not None:
-        print_results(config)
+        print_results(config, arguments.first)
 
 
-def print_results(config: PipelineConfig) -> None:
-    """Print the acceptance table and the curl line of whatever has been made so far."""
+def print_results(config: PipelineConfig, first: str | None = None) -> None:
+    """Print the acceptance table, or why it is not this config's, and the curl line of the endpoint, if it answers.
+
+    The stages before `first` count as they are.
+    """
     results = config.directory / "evaluate" / "results.json"
     if results.is_file():
-        from lilicorr.evaluate import print_table
+        evaluate = find(STAGES, "evaluate")
+        begin = STAGES.index(find(STAGES, first)) if first else 0
+        decision = plan([*STAGES[begin : STAGES.index(evaluate)], evaluate], config)[-1]
+        if decision.runs:
+            print(f"evaluate: to do: {decision.reason}")
+        else:
+            from lilicorr.evaluate import print_table
 
-        print_table(json.loads(results.read_text(encoding="utf-8")))
+            print_table(json.loads(results.read_text(encoding="utf-8")))
     endpoint = config.directory / "deploy" / "endpoint.json"
     if endpoint.is_file() and endpoint_problem(config) is None:
         print(json.loads(endpoint.read_text(encoding="utf-8"))["curl"])
