@@ -73,13 +73,13 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     url = url_of(deploy.host, deploy.port)
     version = application["args"]["version"]
     wait_until_running(dashboard, version)
-    wait_until_serving(url, version)
+    wait_until_serving(url, version, deploy.api_key_file)
     example = example_message(config.directory / "prepare" / "held_out.parquet")
     endpoint = {
         "url": url,
         "model": deploy.model_name,
         "example": example,
-        "curl": curl_line(url, deploy.model_name, example),
+        "curl": curl_line(url, deploy.model_name, example, deploy.api_key_file),
         "checkpoint": str(checkpoint),
         "version": version,
         "dashboard": dashboard.url,
@@ -260,20 +260,33 @@ def application_state(dashboard: Dashboard) -> tuple[str, str, str | None]:
     return application.get("status", "MISSING"), "; ".join(filter(None, messages)), arguments.get("version")
 
 
-def wait_until_serving(url: str, version: str) -> None:
+def wait_until_serving(url: str, version: str, api_key_file: str | None) -> None:
     """Poll the endpoint itself until it is healthy and answers in this version."""
 
     def look() -> bool | str:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=REQUEST_TIMEOUT_S):
                 pass
-            with urllib.request.urlopen(f"{url}/v1/models", timeout=REQUEST_TIMEOUT_S) as response:
-                found = json.load(response)["data"][0]["fingerprint"]
+            found = served_version(url, api_key_file, REQUEST_TIMEOUT_S)
         except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
             return repr(error)
         return found == version or f"it still serves version {found}"
 
     wait_for(look, f"version {version} at {url}, of which Serve says that it runs,", SHUTDOWN_TIMEOUT_S)
+
+
+def served_version(url: str, api_key_file: str | None, timeout_s: float) -> str:
+    """The version that the endpoint at `url` says it serves, asked with the first of its API keys if it has any.
+
+    Raises OSError, HTTPException, ValueError or LookupError where nobody answers, or something else does.
+    """
+    from serve_app.guard import read_keys  # which needs FastAPI
+
+    request = urllib.request.Request(f"{url}/v1/models")
+    for key in read_keys(api_key_file)[:1]:
+        request.add_header("Authorization", f"Bearer {key}".encode().decode("latin-1"))  # its UTF-8, as headers go
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        return json.load(response)["data"][0]["fingerprint"]
 
 
 def example_message(held_out: Path) -> str:
@@ -287,11 +300,13 @@ def example_message(held_out: Path) -> str:
     return "Hello"
 
 
-def curl_line(url: str, model: str, message: str) -> str:
-    """A command that asks the endpoint something."""
+def curl_line(url: str, model: str, message: str, api_key_file: str | None) -> str:
+    """A command that asks the endpoint something; its shell reads the API key from the file, if there is one."""
+    file = key_file(api_key_file)
+    key = f' -H "Authorization: Bearer $(head -n1 {shlex.quote(file)})"' if file else ""
     body = {"model": model, "messages": [{"role": "user", "content": message}], "max_tokens": 64, "stream": True}
     content = shlex.quote(json.dumps({**body, "temperature": 0}))
-    return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d {content}"
+    return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {content}"
 
 
 if __name__ == "__main__":

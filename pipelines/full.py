@@ -44,15 +44,13 @@ TRAIN_PACE = (
 
 def endpoint_problem(config: PipelineConfig) -> str | None:
     """Why the deployed endpoint has to be deployed again, None while it answers with these weights and this code."""
-    from pipelines.deploy import deployed_checkpoint, wanted_version
+    from pipelines.deploy import deployed_checkpoint, served_version, wanted_version
 
     endpoint = json.loads((config.directory / "deploy" / "endpoint.json").read_text(encoding="utf-8"))
-    url = f"{endpoint['url']}/v1/models"
     try:
-        with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_S) as response:
-            served = json.load(response)["data"][0]["fingerprint"]
+        served = served_version(endpoint["url"], config.deploy.api_key_file, HEALTH_TIMEOUT_S)
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
-        return f"the endpoint does not answer at {url}: {error!r}"
+        return f"the endpoint does not answer at {endpoint['url']}/v1/models: {error!r}"
     if served != endpoint["version"]:
         return f"something else is served at {endpoint['url']} now"
     if not deployed_checkpoint(config).is_dir():

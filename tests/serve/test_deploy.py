@@ -23,9 +23,10 @@ from models import RAY_VARIABLES, ROOT, free_port, save_random_checkpoint
 
 from lilicorr.config import DeployConfig, EngineConfig, PipelineConfig, TargetConfig, YarnConfig, from_dict
 from lilicorr.tiny import tiny_target_folder
-from pipelines import deploy, local
+from pipelines import deploy, full, local
 from pipelines.deploy import Dashboard, run
 from serve_app.args import AppArgs
+from serve_app.guard import read_keys
 
 TOKEN = "secret"
 OTHER = {"name": "other", "route_prefix": "/other", "import_path": "other:app"}
@@ -80,8 +81,11 @@ class FakeCluster:
 
             class Handler(_Handler):
                 def answer(self, method: str, body: bytes) -> tuple[int, Any]:
-                    version = cluster.applications[deploy.APP]["args"]["version"]
-                    return 200, {"data": [{"fingerprint": version}]}
+                    args = cluster.applications[deploy.APP]["args"]
+                    keys = read_keys(args["api_key_file"])
+                    if keys and self.path != "/health" and self.headers.get("Authorization") != f"Bearer {keys[0]}":
+                        return 401, "Unauthorized"
+                    return 200, {"data": [{"fingerprint": args["version"]}]}
 
             cluster.endpoint = cluster._listen(config["http_options"]["port"], Handler)
 
@@ -187,6 +191,21 @@ def test_deploys_and_writes_the_endpoint(cluster: FakeCluster, config: PipelineC
     assert not list(code.rglob("__pycache__"))
     command = shlex.split(endpoint["curl"])
     assert json.loads(command[-1])["model"] == "m" and f"{endpoint['url']}/v1/chat/completions" in command
+
+
+def test_an_endpoint_with_keys_is_asked_with_the_first_of_them(
+    cluster: FakeCluster, config: PipelineConfig, tmp_path: Path
+) -> None:
+    file = tmp_path / "a key's file"
+    file.write_text("sk-first\nsk-second\n")
+    keyed = replace(config, deploy=replace(config.deploy, api_key_file=str(file)))
+    run(keyed)
+    assert full.endpoint_problem(keyed) is None
+    assert "401" in (full.endpoint_problem(config) or "")
+    curl = endpoint_of(keyed)["curl"]
+    assert "sk-" not in curl
+    words = subprocess.run(["sh", "-c", f"printf '%s\\n' {curl}"], capture_output=True, text=True, check=True).stdout
+    assert "Authorization: Bearer sk-first" in words.splitlines()
 
 
 def test_again_is_the_same_and_new_weights_are_not(cluster: FakeCluster, config: PipelineConfig) -> None:
