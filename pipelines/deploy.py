@@ -32,6 +32,7 @@ if __name__ == "__main__":
 import yaml
 
 from lilicorr.config import DeployConfig, EngineConfig, PipelineConfig, fingerprint
+from lilicorr.folder import new_folder, remove_unfinished
 from lilicorr.provenance import sha256_tree, write_atomic, write_json
 from pipelines import local
 from pipelines.inputs import key_file
@@ -46,6 +47,8 @@ PACKAGES = ("lilicorr", "serve_app")  # what a replica imports
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses of all interfaces -> of the loopback one
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EXAMPLE_CHARS = 400
+CHECKPOINTS = ".checkpoint"  # copies of what was deployed; hidden, so no part of the stage's outputs
+KEPT_COPIES = 2
 IN_VERSION = ("model_name", "max_model_len", "yarn", "engine", "max_queue")  # settings of a replica, seen from outside
 
 
@@ -56,9 +59,10 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     application does not come up.
     """
     deploy, folder = config.deploy, config.directory.resolve() / "deploy"
-    checkpoint = deployed_checkpoint(config)
-    if not (checkpoint / "config.json").is_file():
-        raise ValueError(f"deploy.run {deploy.run!r} is not trained: {checkpoint} has no config.json")
+    trained = deployed_checkpoint(config)
+    if not (trained / "config.json").is_file():
+        raise ValueError(f"deploy.run {deploy.run!r} is not trained: {trained} has no config.json")
+    checkpoint = copy_checkpoint(folder / CHECKPOINTS, trained)
     code = copy_code(folder / ".code")
     application = build_application(config, checkpoint, code)
     dashboard = find_dashboard(config)
@@ -74,6 +78,7 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     version = application["args"]["version"]
     wait_until_running(dashboard, version)
     wait_until_serving(url, version, deploy.api_key_file)
+    remove_old_copies(folder / CHECKPOINTS)
     example = example_message(config.directory / "prepare" / "held_out.parquet")
     endpoint = {
         "url": url,
@@ -132,6 +137,38 @@ def copy_code(folder: Path) -> Path:
         if not code.is_dir():
             aside.rename(code)
     return code
+
+
+def copy_checkpoint(folder: Path, checkpoint: Path) -> Path:
+    """A copy of a checkpoint, under the hash of its content in `folder`.
+
+    Replicas read it whenever they start again; training moves or replaces the original.
+    """
+    remove_unfinished(folder)
+    copy = folder / fingerprint(sha256_tree(checkpoint))
+    if not copy.is_dir():
+        with new_folder(copy) as aside:
+            shutil.copytree(checkpoint, aside, copy_function=link_or_copy, dirs_exist_ok=True)
+    os.utime(copy)  # the last that was deployed, which `remove_old_copies` goes by
+    return copy
+
+
+def link_or_copy(source: str, destination: str) -> None:
+    """Make `destination` the same file as `source`, or a copy where the file system has no hard links.
+
+    A checkpoint is only ever replaced as a whole, so that the content of the common file does not change.
+    """
+    try:
+        os.link(os.path.realpath(source), destination)
+    except OSError:
+        shutil.copy2(source, destination)
+
+
+def remove_old_copies(folder: Path) -> None:
+    """Leave the two checkpoints of `folder` that were deployed last: replicas of the one before may still be ending."""
+    copies = sorted(folder.iterdir(), key=lambda copy: copy.stat().st_mtime_ns)
+    for copy in copies[:-KEPT_COPIES]:
+        shutil.rmtree(copy)
 
 
 def build_application(config: PipelineConfig, checkpoint: Path, code: Path) -> dict[str, Any]:
