@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,15 @@ def test_a_branch_is_described_by_the_commit_it_stands_for(tmp_path: Path, monke
     model._commit_hash = "0123abcd"
     monkeypatch.setattr(targets, "model_config", lambda _: model)
     assert describe_target(config)["revision"] == "0123abcd"
+
+
+def test_a_folder_is_described_by_what_it_holds(tmp_path: Path) -> None:
+    """A target that was moved goes on with the work that was done with it."""
+    first = tiny_target_folder(tmp_path / "target")
+    second = shutil.copytree(first, tmp_path / "elsewhere" / "model")
+    described, again = (describe_target(TargetConfig(source=str(folder))) for folder in (first, second))
+    assert described == again and described["source"] is None and described["files_hash"]
+    assert str(tmp_path) not in json.dumps(described)
+    (second / "notes.txt").write_text("x")
+    assert describe_target(TargetConfig(source=str(second))) != described
+    assert describe_target(TargetConfig())["source"] == "embedded"
