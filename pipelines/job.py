@@ -16,12 +16,12 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from lilicorr.config import PipelineConfig
-from lilicorr.prompts import NAMED_SOURCES
+from lilicorr.config import PipelineConfig, load_profile, to_dict
 from lilicorr.provenance import COMMIT_VARIABLE, source_version
 from pipelines import full, local
-from pipelines.stage import resolve_config
-from pipelines.start import absolute, is_folder
+from pipelines.inputs import in_full
+from pipelines.stage import PROFILES, flatten
+from pipelines.start import absolute
 
 ROOT = local.ROOT
 EXCLUDED = (".venv", ".venv-vllm", "runs", ".git", "build", "__pycache__", "*.egg-info")
@@ -43,6 +43,7 @@ def demo(folder: Path, arguments: Sequence[str]) -> int:
     job = f"lilicorr-{uuid.uuid4().hex[:8]}"
     commit, dirty = source_version(ROOT)
     variables = {"COLUMNS": "120", "PYTHONUNBUFFERED": "1", "LILICORR_JOB": job, "RAY_ADDRESS": head["address"]}
+    variables |= local.cache_variable()
     if commit:
         variables[COMMIT_VARIABLE] = f"{commit}+dirty" if dirty else commit
     if head["serve_port"] != local.SERVE_PORT:
@@ -77,32 +78,18 @@ def excluded_run_directory(run_dir: Path) -> list[str]:
 def absolute_paths(arguments: Sequence[str]) -> list[str]:
     """Options to put behind those of `full.py`, which give every relative path in them and in the profile in full."""
     parsed, _ = full.parse(arguments)
-    config = resolve_config(parsed)
     options = []
     if parsed.profile.endswith((".yaml", ".yml")):
         options += ["--profile", absolute(parsed.profile)]
-    for key, value in paths_of(config).items():
+    for key, value in paths_of(load_profile(parsed.profile, PROFILES, parsed.overrides)).items():
         options += ["--set", f"{key}={json.dumps(value)}"]
     return options
 
 
 def paths_of(config: PipelineConfig) -> dict[str, str | list[str]]:
     """The config's paths in full, by the key that holds them; those that are so already are left out."""
-    prompts = config.prompts
-    given = {f"train.runs.{name}.start_from": run.start_from for name, run in config.train.runs.items()}
-    given = {key: path for key, path in given.items() if path is not None and is_folder(path)}
-    if config.target.path is not None:
-        given["target.source"] = config.target.source
-    if prompts.source not in NAMED_SOURCES:
-        given["prompts.source"] = prompts.source
-    if prompts.data_dir is not None:
-        given["prompts.data_dir"] = prompts.data_dir
-    keys = {f"deploy.{name}": getattr(config.deploy, name) for name in ("api_key_file", "admin_key_file")}
-    given |= {key: path for key, path in keys.items() if path is not None}
-    found: dict[str, str | list[str]] = {key: absolute(path) for key, path in given.items() if path != absolute(path)}
-    entries = [entry.partition("=") for entry in config.evaluate.sets]
-    sets = [f"{name}={absolute(file)}" if file else name + mark for name, mark, file in entries]
-    return found | ({"evaluate.sets": sets} if sets != list(config.evaluate.sets) else {})
+    given = flatten(to_dict(config))
+    return {key: value for key, value in flatten(to_dict(in_full(config))).items() if value != given[key]}
 
 
 async def follow(dashboard: str, job: str) -> str:

@@ -70,11 +70,13 @@ def test_the_job_gets_the_arguments_as_they_are(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(local, "start", lambda _: head)
     monkeypatch.setattr(local, "environment", lambda _: {})
     monkeypatch.setattr(job, "follow", follow)
+    monkeypatch.setenv("LILICORR_CACHE", "~/mine")
     arguments = ["--profile", "tiny", "--set", f"deploy.model_name={OTHER}", "--run-dir", str(job.ROOT / "out")]
     assert job.demo(job.ROOT / "out" / ".ray", arguments) == 0
     words = shlex.split(given["entrypoint"])
     assert words[1:] == ["pipelines/full.py", "--set", "deploy.port=20001", *arguments]
     config = resolve_config(full.parse(words[2:])[0])
     assert (config.deploy.model_name, config.deploy.port) == (OTHER, 20_001)
+    assert given["runtime_env"]["env_vars"]["LILICORR_CACHE"] == str(Path.home() / "mine")
     assert "/out" in given["runtime_env"]["excludes"] and given["runtime_env"]["working_dir"] == str(job.ROOT)
     assert not (job.ROOT / "out").exists()

@@ -62,6 +62,14 @@ def test_fetch_verify_and_fetch_no_more(index: Path, tmp_path: Path) -> None:
     assert wheels.read_member(NAME, "lilicorr_test_data/data.txt") == b"first"
 
 
+def test_the_cache_is_given_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for given, meant in (("mine", "mine"), ("~/mine", "home/mine"), ("", "home/.cache/lilicorr")):
+        monkeypatch.setenv("LILICORR_CACHE", given)
+        assert wheels.cache_dir() == tmp_path / meant
+
+
 def test_other_bytes_are_refused(index: Path) -> None:
     write_wheel(index, b"other")
     with pytest.raises(RuntimeError, match=f"served other bytes for {NAME}==1.0: wanted .* with sha256"):
