@@ -317,11 +317,12 @@ def served_version(url: str, api_key_file: str | None, timeout_s: float) -> str:
 
     Raises OSError, HTTPException, ValueError or LookupError where nobody answers, or something else does.
     """
-    from serve_app.guard import read_keys  # which needs FastAPI
-
     request = urllib.request.Request(f"{url}/v1/models")
-    for key in read_keys(api_key_file)[:1]:
-        request.add_header("Authorization", f"Bearer {key}".encode().decode("latin-1"))  # its UTF-8, as headers go
+    if api_key_file is not None:
+        from serve_app.guard import read_keys  # which needs FastAPI
+
+        key = read_keys(api_key_file)[0].encode().decode("latin-1")  # its UTF-8, as headers go
+        request.add_header("Authorization", f"Bearer {key}")
     with urllib.request.urlopen(request, timeout=timeout_s) as response:
         return json.load(response)["data"][0]["fingerprint"]
 
