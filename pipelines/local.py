@@ -40,6 +40,7 @@ if __name__ == "__main__":
 
 from lilicorr.folder import ASIDE
 from lilicorr.provenance import write_json
+from lilicorr.wheels import CACHE_VARIABLE, cache_dir
 from pipelines.errors import one_line_errors
 from pipelines.lock import process_start
 from pipelines.process import descendants, identity, is_alive
@@ -96,11 +97,18 @@ def use_head(folder: Path) -> None:
     os.environ.pop(OTHER_TOKEN, None)
 
 
+def cache_variable() -> dict[str, str]:
+    """The variable that moves the cache with its folder in full, as workers need it; nothing where it is not set."""
+    return {CACHE_VARIABLE: str(cache_dir())} if os.environ.get(CACHE_VARIABLE) else {}
+
+
 def set_environment(run_directory: Path) -> None:
     """Set the variables of `environment` in this process unless it belongs to a cluster (RAY_ADDRESS).
 
-    Ray reads some of them when it is imported, so this has to come first. What is set already stays.
+    Ray reads some of them when it is imported, so this has to come first. What is set already stays; only a
+    relative folder of the cache is given in full.
     """
+    os.environ.update(cache_variable())
     if "RAY_ADDRESS" not in os.environ:
         for name, value in environment(run_directory.parent / ".ray").items():
             os.environ.setdefault(name, value)
@@ -136,7 +144,8 @@ def connect(run_directory: Path) -> None:
             raise ValueError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from error
     elif head is not None:
         # Workers that look for "the" cluster of this machine find this one.
-        ray.init(address=head["address"], runtime_env={"env_vars": {"RAY_ADDRESS": head["address"]}})
+        variables = {"RAY_ADDRESS": head["address"], **cache_variable()}
+        ray.init(address=head["address"], runtime_env={"env_vars": variables})
     else:
         temporary = temporary_folder()
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)

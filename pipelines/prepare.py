@@ -74,7 +74,7 @@ def describe_target(config: TargetConfig) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(name, revision=config.revision)
     probe = render_prompt(tokenizer, PROBE, config.template_kwargs)
     return {
-        "source": config.source,
+        "source": None if config.path is not None else config.source,  # a folder may move, see files_hash
         "revision": getattr(model, "_commit_hash", None) or config.revision,  # the commit that a branch's name means
         "model_type": model.model_type,
         "num_layers": model.num_hidden_layers,

@@ -26,6 +26,7 @@ from lilicorr.config import PipelineConfig, fingerprint, load_profile, to_dict
 from lilicorr.provenance import provenance, write_atomic, write_json
 from pipelines import local
 from pipelines.errors import one_line_errors
+from pipelines.inputs import in_full
 from pipelines.lock import Lock, describe, read_owner, why_dead
 from pipelines.record import MARKER, changed_outputs, changed_sources, list_outputs, list_sources
 
@@ -35,7 +36,7 @@ PROFILES = Path(__file__).parent / "profiles"
 LOCK = "_lock.json"
 # Raised when the code of a stage makes something else of the same input. A stage has its version in the identity of
 # whatever it may go on from or keep, so that it never does so with the work of another version.
-VERSIONS = {"prepare": 2, "regenerate": 1, "train": 3, "evaluate": 3, "deploy": 1}
+VERSIONS = {"prepare": 2, "regenerate": 1, "train": 3, "evaluate": 3, "deploy": 2}
 
 Run = Callable[[PipelineConfig], dict[str, Any]]
 
@@ -73,7 +74,7 @@ def lazily(name: str) -> Run:
 def relevant(stage: Stage, config: PipelineConfig) -> dict[str, Any]:
     """The config values the stage depends on, by dotted name."""
 
-    return _kept(stage, _flatten(to_dict(config), ""))
+    return _kept(stage, flatten(to_dict(config)))
 
 
 def _kept(stage: Stage, values: dict[str, Any]) -> dict[str, Any]:
@@ -85,12 +86,13 @@ def _kept(stage: Stage, values: dict[str, Any]) -> dict[str, Any]:
     return {path: v for path, v in values.items() if below(path, stage.fields) and not below(path, stage.ignored)}
 
 
-def _flatten(node: Any, path: str) -> dict[str, Any]:
+def flatten(node: Any, path: str = "") -> dict[str, Any]:
+    """The values of nested mappings by dotted name, below `path`."""
     if not isinstance(node, dict) or not node:
         return {path: node}
     leaves: dict[str, Any] = {}
     for key, value in node.items():
-        leaves |= _flatten(value, f"{path}.{key}" if path else key)
+        leaves |= flatten(value, f"{path}.{key}" if path else key)
     return leaves
 
 
@@ -314,11 +316,11 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
 
 
 def resolve_config(arguments: argparse.Namespace) -> PipelineConfig:
-    """The config of parsed options; its run directory is absolute, since workers have other folders.
+    """The config of parsed options, its paths and its run directory in full.
 
     Raises ValueError for a profile or an override that is wrong, and for a run directory that is a file.
     """
-    config = load_profile(arguments.profile, PROFILES, arguments.overrides)
+    config = in_full(load_profile(arguments.profile, PROFILES, arguments.overrides))
     config = replace(config, run_dir=str(Path(arguments.run_dir or config.run_dir).resolve()))
     there = next(path for path in (config.directory, *config.directory.parents) if path.exists())
     if not there.is_dir():

@@ -375,9 +375,10 @@ def finish(job: Job, trainer: Trainer, target: Target) -> None:
 def origin(job: Job, trainer: Trainer, target: Target) -> dict[str, Any]:
     """What a checkpoint says of where it comes from."""
     described, meta = job.described(), trainer.training_set.meta
-    known = {key: described[key] for key in ("source", "revision", "model_type", "tokenizer_hash", "template_hash")}
+    known = {key: described[key] for key in ("revision", "model_type", "tokenizer_hash", "template_hash")}
+    known |= {"architectures": getattr(target.config, "architectures", None) or []}
     return {
-        "target": known | {"architectures": getattr(target.config, "architectures", None) or []},
+        "target": {"source": job.config.target.source, **known},  # a folder by where it lay
         "template_kwargs": job.config.target.template_kwargs,
         "corpus": {"fingerprint": meta["content"], "rows": meta["rows"], "tokens": meta["tokens"]},
         "run": job.name,

@@ -99,7 +99,11 @@ def test_problems_are_collected_and_faults_are_not() -> None:
 @pytest.mark.parametrize(
     ("stage", "options", "line"),
     [
-        ("prepare", ("--set", "prompts.source=nowhere.jsonl"), "prompt file or folder nowhere.jsonl does not exist"),
+        (
+            "prepare",
+            ("--set", "prompts.source=nowhere.jsonl"),
+            f"prompt file or folder {ROOT}/nowhere.jsonl does not exist",
+        ),
         ("train", (), "train needs prepare and regenerate, not finished in "),
         ("train", ("--set", "train.seed=[1"), "train.seed=[1 is not YAML: "),
     ],

@@ -20,7 +20,7 @@ from lilicorr import evaluate
 from lilicorr.config import DeployConfig, PipelineConfig
 from lilicorr.provenance import write_json
 from pipelines import deploy, full
-from pipelines.stage import MARKER, find, print_status, read_marker, resolve_config
+from pipelines.stage import MARKER, find, print_status, read_marker, resolve_config, select
 from pipelines.stage import drive as drive_stages
 from test_tables import make_results
 
@@ -146,6 +146,28 @@ def test_a_run_directory_that_is_a_file(tmp_path: Path, options: tuple[str, ...]
     done = drive(tmp_path / "file", *options)
     problem = f"error: outputs go to {tmp_path / 'file' / 'tiny'}, but {file} is a file; choose another --run-dir"
     assert done.returncode == 1 and done.stderr.splitlines() == [problem]
+
+
+def test_the_table_of_other_draft_models_is_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(full, "STAGES", STAGES)
+    monkeypatch.setattr("lilicorr.evaluate.print_table", lambda results: print(results["table"]))
+    config = PipelineConfig(profile="p", run_dir=str(tmp_path))
+    write_json(config.directory / "evaluate" / "results.json", {"table": "tau"})
+
+    def printed(config: PipelineConfig, first: str | None = None) -> str:
+        full.print_results(config, first)
+        return capsys.readouterr().out
+
+    assert printed(config) == "evaluate: to do: goes on from unfinished work\n"
+    drive_stages(STAGES, config)
+    assert printed(config) == "tau\n"
+    changed = replace(config, train=replace(config.train, batch_size=2))
+    assert printed(changed) == "evaluate: to do: unless train makes the same as before\n"
+    assert printed(changed, "evaluate") == printed(changed, "deploy") == "tau\n"
+    drive_stages(select(STAGES, None, "train"), changed)
+    assert printed(changed) == printed(changed, "train") == "evaluate: to do: upstream changed: train\n"
 
 
 def test_fake_stages_have_the_real_dependencies() -> None:

@@ -1,18 +1,23 @@
-"""The demo's job: paths in full, the run directory left out of the upload, and a command line that a shell keeps."""
+"""The demo's job: paths in full, the run directory left out of the upload, a command line that a shell keeps, and how
+it is followed: after a broken connection, and by a later command."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import sys
 import types
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from pipelines import full, job, local
-from pipelines.stage import resolve_config
+from pipelines.lock import Lock
+from pipelines.stage import LOCK, resolve_config
 
 OTHER = "a 'b' $HOME; `c`"
 
@@ -52,32 +57,108 @@ def test_a_run_directory_in_the_checkout_is_not_uploaded(tmp_path: Path) -> None
             job.excluded_run_directory(above)
 
 
-def test_the_job_gets_the_arguments_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-
-    class Client:
-        def __init__(self, dashboard: str) -> None:
-            given["dashboard"] = dashboard
-
-        def submit_job(self, **values: Any) -> None:
-            given.update(values)
-
-    async def follow(*_: str) -> str:
-        return "SUCCEEDED"
-
-    head = {"address": "127.0.0.1:1", "dashboard": "http://127.0.0.1:2", "serve_port": 20_001}
+def without_ray(monkeypatch: pytest.MonkeyPatch, client: Any, serve_port: int = local.SERVE_PORT) -> None:
+    """A head that runs, whose job client is `client`."""
+    head = {"address": "127.0.0.1:1", "dashboard": "http://127.0.0.1:2", "serve_port": serve_port}
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
-    monkeypatch.setitem(sys.modules, "ray.job_submission", types.SimpleNamespace(JobSubmissionClient=Client))
+    module = types.SimpleNamespace(JobSubmissionClient=lambda dashboard: client)
+    monkeypatch.setitem(sys.modules, "ray.job_submission", module)
     monkeypatch.setattr(local, "start", lambda _: head)
     monkeypatch.setattr(local, "environment", lambda _: {})
+
+
+def followed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The jobs that are followed from now on; all of them succeed at once."""
+    jobs: list[str] = []
+
+    async def follow(folder: Path, dashboard: str, name: str) -> str:
+        jobs.append(name)
+        return "SUCCEEDED"
+
     monkeypatch.setattr(job, "follow", follow)
+    return jobs
+
+
+def test_the_job_gets_the_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Mock()
+    without_ray(monkeypatch, client, serve_port=20_001)
+    followed(monkeypatch)
+    monkeypatch.setenv("LILICORR_CACHE", "~/mine")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's, for another cluster")
     arguments = ["--profile", "tiny", "--set", f"deploy.model_name={OTHER}", "--run-dir", str(job.ROOT / "out")]
     assert job.demo(job.ROOT / "out" / ".ray", arguments) == 0
     assert "RAY_AUTH_TOKEN" not in os.environ
+    given = client.submit_job.call_args.kwargs
     words = shlex.split(given["entrypoint"])
     assert words[1:] == ["pipelines/full.py", "--set", "deploy.port=20001", *arguments]
     config = resolve_config(full.parse(words[2:])[0])
     assert (config.deploy.model_name, config.deploy.port) == (OTHER, 20_001)
+    assert given["runtime_env"]["env_vars"]["LILICORR_CACHE"] == str(Path.home() / "mine")
     assert "/out" in given["runtime_env"]["excludes"] and given["runtime_env"]["working_dir"] == str(job.ROOT)
     assert not (job.ROOT / "out").exists()
+
+
+def test_the_job_of_an_earlier_command_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After Ctrl-C or with the terminal it was started from, only the command is gone."""
+    options = ["--profile", "tiny", "--run-dir", str(tmp_path)]
+    client = Mock()
+    client.get_job_info().entrypoint = shlex.join([sys.executable, "pipelines/full.py", *options])
+    without_ray(monkeypatch, client)
+    jobs = followed(monkeypatch)
+    monkeypatch.setenv("LILICORR_JOB", "lilicorr-1")
+    with Lock(tmp_path / "tiny" / LOCK):
+        assert job.demo(tmp_path / ".ray", options) == 0
+        assert jobs == ["lilicorr-1"] and not client.submit_job.called
+        assert "job lilicorr-1 of an earlier command goes on and is followed" in capsys.readouterr().out
+        with pytest.raises(ValueError, match="job lilicorr-1 is at work with other options: .*full.py --profile tiny"):
+            job.demo(tmp_path / ".ray", [*options, "--set", "train.seed=1"])
+        assert job.demo(tmp_path / ".ray", [*options, "--dry-run"]) == 0 and client.submit_job.call_count == 1
+    assert job.demo(tmp_path / ".ray", options) == 0 and client.submit_job.call_count == 2
+
+
+class ScriptedClient:
+    """Ray's job client; its connections and statuses come one after the other, and an error among them is raised."""
+
+    def __init__(self, connections: list[list[str | Exception]], statuses: list[str | Exception]) -> None:
+        self.connections, self.statuses = iter(connections), iter(statuses)
+
+    async def tail_job_logs(self, name: str) -> AsyncIterator[str]:
+        for text in next(self.connections):
+            if isinstance(text, Exception):
+                raise text
+            yield text
+
+    def get_job_status(self, name: str) -> Any:
+        status = next(self.statuses)
+        if isinstance(status, Exception):
+            raise status
+        return types.SimpleNamespace(value=status, is_terminal=lambda: status != "RUNNING")
+
+
+def test_a_broken_connection_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    aiohttp, requests = pytest.importorskip("aiohttp"), pytest.importorskip("requests")
+    monkeypatch.setattr(job, "FOLLOW_POLL_S", 0.0)
+    refused = requests.exceptions.ConnectionError("refused")
+
+    def follow(first: Exception | None, statuses: list[str | Exception], head: dict[str, Any] | None) -> list[str]:
+        """The lines printed where the first connection ends with an error or without one."""
+        connections: list[list[str | Exception]] = [["one\n"], ["one\n", "two\n"]]
+        connections[0] += [] if first is None else [first]
+        without_ray(monkeypatch, ScriptedClient(connections, statuses))
+        monkeypatch.setattr(local, "living_head", lambda _: head)
+        assert asyncio.run(job.follow(tmp_path, "http://127.0.0.1:2", "lilicorr-1")) == "SUCCEEDED"
+        return [line for line in capsys.readouterr().out.splitlines() if line in ("one", "two")]
+
+    closed = RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+    for error in (closed, aiohttp.ClientConnectionError("reset"), TimeoutError("no answer")):
+        assert follow(error, ["RUNNING", "SUCCEEDED"], None) == ["one", "two"]
+    assert follow(closed, ["SUCCEEDED", "SUCCEEDED"], None) == ["one", "two"]  # it ended meanwhile
+    assert follow(None, [refused, "SUCCEEDED"], {"dashboard": "answers again"}) == ["one", "two"]
+    with pytest.raises(RuntimeError, match="the Ray head of .* has ended, and the job lilicorr-1 with it"):
+        follow(closed, [refused], None)
+    with pytest.raises(KeyError):
+        follow(KeyError("a fault"), [], None)

@@ -235,6 +235,17 @@ def test_the_variables_of_a_head_and_of_none(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "token \n", "")
 
 
+def test_workers_are_given_the_cache_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere")
+    monkeypatch.setenv("LILICORR_CACHE", "mine")
+    local.set_environment(tmp_path / "runs" / "p")
+    assert os.environ["LILICORR_CACHE"] == str(tmp_path / "mine")
+    monkeypatch.delenv("LILICORR_CACHE")
+    local.set_environment(tmp_path / "runs" / "p")
+    assert "LILICORR_CACHE" not in os.environ
+
+
 def test_a_free_port_is_outside_rays_own_and_not_in_use() -> None:
     taken: set[int] = set()
     first = local.free_port(taken)

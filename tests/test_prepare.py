@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,15 @@ def test_of_several_templates_the_default_one_counts(tmp_path: Path) -> None:
     tokenizer.save_pretrained(config.source)
     assert isinstance(AutoTokenizer.from_pretrained(config.source).chat_template, dict)
     assert describe_target(config)["template_hash"] == alone["template_hash"]
+
+
+def test_a_folder_is_described_by_what_it_holds(tmp_path: Path) -> None:
+    """A target that was moved goes on with the work that was done with it."""
+    first = tiny_target_folder(tmp_path / "target")
+    second = shutil.copytree(first, tmp_path / "elsewhere" / "model")
+    described, again = (describe_target(TargetConfig(source=str(folder))) for folder in (first, second))
+    assert described == again and described["source"] is None and described["files_hash"]
+    assert str(tmp_path) not in json.dumps(described)
+    (second / "notes.txt").write_text("x")
+    assert describe_target(TargetConfig(source=str(second))) != described
+    assert describe_target(TargetConfig())["source"] == "embedded"

@@ -235,6 +235,22 @@ def test_options_become_a_config_with_absolute_run_directory(tmp_path: Path, mon
     assert config.profile == "mine" and config.directory == tmp_path / "runs" / "mine"
 
 
+def test_paths_are_relative_to_the_folder_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker has another current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    changes = ["target.source=./model", "prompts.source=a.jsonl", "prompts.data_dir=data", "deploy.api_key_file=key"]
+    changes += ["evaluate.sets=[held_out, math500=m.jsonl]", "train.runs.lilicorr.start_from=./start"]
+    options = [word for change in changes for word in ("--set", change)]
+    config = resolve_config(argument_parser("x").parse_args(["--profile", "tiny", *options]))
+    monkeypatch.chdir("/")
+    assert config.target.path == tmp_path / "model" and config.deploy.api_key_file == str(tmp_path / "key")
+    assert (config.prompts.source, config.prompts.data_dir) == (str(tmp_path / "a.jsonl"), str(tmp_path / "data"))
+    assert config.evaluate.sets == ("held_out", f"math500={tmp_path}/m.jsonl")
+    starts = {name: run.start_from for name, run in config.train.runs.items()}
+    assert starts == {"trunk": None, "dflash": "trunk", "lilicorr": str(tmp_path / "start")}
+
+
 def test_run_stage_and_decide_agree_on_the_hash(config: PipelineConfig) -> None:
     stage = writer("prepare")
     marker = run_stage(stage, config, forced=False)

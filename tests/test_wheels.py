@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import errno
 import hashlib
 import zipfile
 from pathlib import Path
@@ -62,6 +63,14 @@ def test_fetch_verify_and_fetch_no_more(index: Path, tmp_path: Path) -> None:
     assert wheels.read_member(NAME, "lilicorr_test_data/data.txt") == b"first"
 
 
+def test_the_cache_is_given_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for given, meant in (("mine", "mine"), ("~/mine", "home/mine"), ("", "home/.cache/lilicorr")):
+        monkeypatch.setenv("LILICORR_CACHE", given)
+        assert wheels.cache_dir() == tmp_path / meant
+
+
 def test_other_bytes_are_refused(index: Path) -> None:
     write_wheel(index, b"other")
     with pytest.raises(RuntimeError, match=f"served other bytes for {NAME}==1.0: wanted .* with sha256"):
@@ -69,18 +78,28 @@ def test_other_bytes_are_refused(index: Path) -> None:
     assert list(wheels.packages_dir().iterdir()) == []
 
 
-def test_without_a_source(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_source(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second = dataclasses.replace(wheels.PINS[NAME], package="more-data", filename="more_data-1.0.whl", sha256="5" * 64)
     monkeypatch.setitem(wheels.PINS, "more-data", second)
     monkeypatch.setitem(wheels.GROUPS, "test", (NAME, "more-data"))
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
-    assert fetch.main(["test", "--folder", str(tmp_path / "other")]) == 1
-    assert f"could not download {NAME}==1.0: pip ended with status 1" in caplog.text
-    assert f"Without network, put what is missing into {tmp_path}/other and run again:" in caplog.text
+    with pytest.raises(SystemExit) as end:
+        fetch.main(["test", "--folder", str(tmp_path / "other")])
+    told = str(end.value.code)
+    assert f"error: could not download {NAME}==1.0: pip ended with status 1" in told
+    assert f"Without network, put what is missing into {tmp_path}/other and run again:" in told
     for pin in (wheels.PINS[NAME], second):
-        assert f"  {pin.filename} (sha256 {pin.sha256})" in caplog.text
+        assert f"  {pin.filename} (sha256 {pin.sha256})" in told
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> list[str]:
+        raise OSError(errno.ENOSPC, "No space left on device", "a.whl")
+
+    monkeypatch.setattr(wheels, "download", full)
+    with pytest.raises(SystemExit) as end:
+        fetch.main(["benchmarks"])
+    assert end.value.code == "error: No space left on device: a.whl"
 
 
 def test_unknown_names() -> None:

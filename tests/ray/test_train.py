@@ -128,6 +128,7 @@ def test_runs_are_trained_in_order_and_leave_what_evaluation_reads(
     info = read_info(folder / "lilicorr" / "final")
     assert info["num_blocks"] == lilicorr["num_blocks"] and info["eos_token_id"] == 258
     assert info["identity"] == lilicorr["identity"] != trunk["identity"]
+    assert info["target"]["source"] == config.target.source  # which the description leaves out
 
 
 def test_the_drafter_starts_where_the_run_before_ended(config: PipelineConfig, in_process: list[str]) -> None:

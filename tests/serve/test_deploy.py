@@ -15,17 +15,21 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx2
 import pytest
 import yaml
 from models import RAY_VARIABLES, ROOT, free_port, save_random_checkpoint
 
-from lilicorr.config import DeployConfig, EngineConfig, PipelineConfig, TargetConfig, YarnConfig, from_dict
+from lilicorr.config import DeployConfig, EngineConfig, PipelineConfig, RunConfig, TargetConfig, YarnConfig, from_dict
+from lilicorr.provenance import write_json
 from lilicorr.tiny import tiny_target_folder
-from pipelines import deploy, local
+from pipelines import deploy, full, local
 from pipelines.deploy import Dashboard, run
+from pipelines.train import Job, set_aside
 from serve_app.args import AppArgs
+from serve_app.guard import read_keys
 
 TOKEN = "secret"
 OTHER = {"name": "other", "route_prefix": "/other", "import_path": "other:app"}
@@ -80,8 +84,11 @@ class FakeCluster:
 
             class Handler(_Handler):
                 def answer(self, method: str, body: bytes) -> tuple[int, Any]:
-                    version = cluster.applications[deploy.APP]["args"]["version"]
-                    return 200, {"data": [{"fingerprint": version}]}
+                    args = cluster.applications[deploy.APP]["args"]
+                    keys = read_keys(args["api_key_file"])
+                    if keys and self.path != "/health" and self.headers.get("Authorization") != f"Bearer {keys[0]}":
+                        return 401, "Unauthorized"
+                    return 200, {"data": [{"fingerprint": args["version"]}]}
 
             cluster.endpoint = cluster._listen(config["http_options"]["port"], Handler)
 
@@ -181,12 +188,29 @@ def test_deploys_and_writes_the_endpoint(cluster: FakeCluster, config: PipelineC
     assert cluster.http_options == {"host": "127.0.0.1", "port": config.deploy.port}
     application = cluster.applications[deploy.APP]["deployed_app_config"]
     assert application["import_path"] == "serve_app.app:build_app"
-    assert application["args"]["checkpoint"] == str(config.directory / "train" / "lilicorr" / "final")
+    served = Path(application["args"]["checkpoint"])
+    assert served.parent == config.directory / "deploy" / ".checkpoint" and endpoint["checkpoint"] == str(served)
+    assert (served / "config.json").samefile(config.directory / "train" / "lilicorr" / "final" / "config.json")
     code = Path(application["runtime_env"]["working_dir"].removeprefix("local://"))
     assert (code / "serve_app" / "app.py").is_file() and (code / "lilicorr" / "decode.py").is_file()
     assert not list(code.rglob("__pycache__"))
     command = shlex.split(endpoint["curl"])
     assert json.loads(command[-1])["model"] == "m" and f"{endpoint['url']}/v1/chat/completions" in command
+
+
+def test_an_endpoint_with_keys_is_asked_with_the_first_of_them(
+    cluster: FakeCluster, config: PipelineConfig, tmp_path: Path
+) -> None:
+    file = tmp_path / "a key's file"
+    file.write_text("sk-first\nsk-second\n")
+    keyed = replace(config, deploy=replace(config.deploy, api_key_file=str(file)))
+    run(keyed)
+    assert full.endpoint_problem(keyed) is None
+    assert "401" in (full.endpoint_problem(config) or "")
+    curl = endpoint_of(keyed)["curl"]
+    assert "sk-" not in curl
+    shown = subprocess.run(["sh", "-c", f"printf '%s\\n' {curl}"], capture_output=True, text=True, check=True)
+    assert "Authorization: Bearer sk-first" in shown.stdout.splitlines()
 
 
 def test_again_is_the_same_and_new_weights_are_not(cluster: FakeCluster, config: PipelineConfig) -> None:
@@ -197,6 +221,32 @@ def test_again_is_the_same_and_new_weights_are_not(cluster: FakeCluster, config:
     (config.directory / "train" / "lilicorr" / "final" / "model.safetensors").write_bytes(b"new")
     assert run(config)["version"] != first["version"]
     assert "DELETE" not in cluster.requests
+
+
+def test_what_is_served_stays_when_its_run_is_trained_again(cluster: FakeCluster, config: PipelineConfig) -> None:
+    """Training moves the former outputs away and writes others; the last two that were deployed are kept."""
+    folder = config.directory / "train" / "lilicorr"
+    trained = replace(config, train=replace(config.train, runs={"lilicorr": RunConfig(steps=1)}))
+    served = []
+    for weights in ("one", "two", "three"):
+        write_json(folder / "run.json", {"identity": weights})
+        (folder / "final").mkdir(exist_ok=True)
+        (folder / "final" / "config.json").write_text(weights)
+        run(trained)
+        served.append(Path(endpoint_of(trained)["checkpoint"]))
+        set_aside(Job(trained, "lilicorr", f"after {weights}"))
+        assert not (folder / "final").exists() and (served[-1] / "config.json").read_text() == weights
+    assert [path.is_dir() for path in served] == [False, True, True]
+
+
+def test_a_copy_where_links_are_refused(
+    cluster: FakeCluster, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = config.directory / "train" / "lilicorr" / "final" / "config.json"
+    monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError))
+    run(config)
+    copy = Path(endpoint_of(config)["checkpoint"]) / "config.json"
+    assert copy.read_text() == original.read_text() and not copy.samefile(original)
 
 
 def test_the_wanted_version_is_the_deployed_one_until_code_or_weights_change(
