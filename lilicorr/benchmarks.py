@@ -7,7 +7,7 @@ read from a file of the public data set that the user supplies: JSONL, gzipped J
 A set never shrinks silently: a row without its text, an empty text, or a placeholder where a restricted
 source's text should be is an error that names the file and the row.
 
-Paper: section 5 and Appendix B list the nine benchmarks; the prompt forms follow DFlash's own benchmark.
+Paper: section 4.1 and Appendix B list the nine benchmarks; the prompt forms follow DFlash's own benchmark.
 """
 
 from __future__ import annotations
@@ -216,7 +216,10 @@ def _parse(data: bytes, where: str, rows_under: str | None) -> list[Row]:
         import pyarrow
         import pyarrow.parquet
 
-        return pyarrow.parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
+        try:
+            return pyarrow.parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{where}: no complete Parquet file: {error}") from error
     try:
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
@@ -244,6 +247,8 @@ def _json(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: broken JSON at character {error.pos} of {len(text)}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a number, or a nesting, that Python refuses
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _texts(benchmark: Benchmark, row: Row, where: str) -> list[str]:
@@ -252,6 +257,8 @@ def _texts(benchmark: Benchmark, row: Row, where: str) -> list[str]:
         texts = benchmark.problem(row)
     except KeyError as error:
         raise ValueError(f"{where}: no column {error}; there are: {', '.join(row)}") from error
+    except TypeError as error:
+        raise ValueError(f"{where}: its turns are no list: {error}") from error
     if not texts:
         raise ValueError(f"{where}: no turns")
     for text in texts:

@@ -115,6 +115,11 @@ class DraftOutput:
         return table if self.vocab_ids is None else table[self.vocab_ids]
 
 
+def full_precision(x: Tensor) -> torch.autocast:
+    """A context in which products of fp32 tensors on x's device are fp32; autocast would take them in bfloat16."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 @dataclass(frozen=True)
 class BlockLabels:
     """What N training blocks should have been; the target's view of them."""
@@ -125,8 +130,9 @@ class BlockLabels:
     lm_head: Tensor  # [V, H] the target's output projection, frozen
 
     def target_logits_at(self, token_ids: Tensor) -> Tensor:
-        """The target's logits of `token_ids` [N, S, K] -> [N, S, K], without a vocabulary pass."""
-        return torch.einsum("nskh,nsh->nsk", wide(self.lm_head[token_ids]), wide(self.target_hidden))
+        """The target's logits of `token_ids` [N, S, K] -> [N, S, K], without a vocabulary pass; at least fp32."""
+        with full_precision(self.lm_head):
+            return torch.einsum("nskh,nsh->nsk", wide(self.lm_head[token_ids]), wide(self.target_hidden))
 
     def target_logits(self) -> Tensor:
         """All the target's logits [N, S, V], for the losses that need its whole law."""

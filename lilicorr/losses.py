@@ -25,10 +25,8 @@ def acceptance_weights(label_log_probs: Tensor, valid: Tensor, alpha: float) -> 
 
     With q_s = (1 - alpha) p(label_s) + alpha, w_s = sum_{m >= s} prod_{i <= m} q_i: the part of the expected
     accepted length that slot s has a share in. No gradient flows through them, and a slot behind one without a
-    label is never reached. Raises ValueError for an alpha outside [0, 1].
+    label is never reached.
     """
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"dpace_alpha must be in [0, 1], got {alpha}")
     accepted = ((1 - alpha) * label_log_probs.detach().exp() + alpha) * valid
     return accepted.cumprod(dim=-1).flip(-1).cumsum(dim=-1).flip(-1) * valid
 
@@ -101,6 +99,7 @@ def diagnostic(values: Tensor, chosen: Tensor) -> LossTerm:
 
 
 def _mean_over(values: Tensor, chosen: Tensor, weight: float) -> LossTerm:
+    values = wide(values)
     return LossTerm(values.masked_fill(~chosen, 0.0).sum(), chosen.sum().to(values.dtype), weight)
 
 

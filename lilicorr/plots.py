@@ -7,6 +7,7 @@ with the two folders of a finished run.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,29 @@ WINDOW = 10
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")
 
 
-def draw_plots(evaluate_dir: Path, train_dir: Path) -> list[Path]:
-    """Draw every plot whose data is there beside `evaluate_dir/results.json`; returns the files."""
+def draw_plots(evaluate_dir: Path, train_dir: Path, run_names: Collection[str] | None = None) -> list[Path]:
+    """Draw every plot whose data is there beside `evaluate_dir/results.json`; returns the files.
+
+    Of the runs in `train_dir` those of `run_names` are shown; None: all that were ever trained there.
+    """
     results = json.loads((evaluate_dir / "results.json").read_text(encoding="utf-8"))
     figures = {"tau.png": tau_by_set(results), "slots.png": acceptance_by_slot(results)}
-    runs = {path.parent.name: read_metrics(path) for path in sorted(train_dir.glob("*/metrics.jsonl"))}
+    paths = {path.parent.name: path for path in sorted(train_dir.glob("*/metrics.jsonl"))}
+    runs = {name: read_metrics(path) for name, path in paths.items() if run_names is None or name in run_names}
     if any(runs.values()):
         figures["training.png"] = training_curves(runs)
     heads = {name: lines for name, lines in runs.items() if any("score_spread" in line for line in lines)}
     if heads:
         figures["heads.png"] = head_diagnostics(heads)
-    paths = []
     for name, figure in figures.items():
-        paths.append(evaluate_dir / name)
-        figure.savefig(paths[-1], dpi=150, bbox_inches="tight")
-    return paths
+        figure.savefig(evaluate_dir / name, dpi=150, bbox_inches="tight")
+    return [evaluate_dir / name for name in figures]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a training run's metrics.jsonl."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The lines of a training run's metrics.jsonl; one that a kill or a full disk has cut is none."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def tau_by_set(results: dict[str, Any]) -> Figure:

@@ -40,6 +40,7 @@ from lilicorr.rows import corpus_files, iter_rows
 logger = logging.getLogger(__name__)
 
 NAMED_SOURCES = ("stdlib", "packages", "nemotron_v2")  # any other source is a path
+MAX_TURNS = 2**15 - 1  # a shard counts them in 16 bits
 PART = re.compile(r"(?P<split>[a-z]+)-\d{5}-of-(?P<count>\d{5})(?P<end>\..+)")  # the name of a file of a split
 NEMOTRON_SPLITS = ("stem", "chat", "math", "code")  # 1,397,187 rows: the paper's corpus
 NEMOTRON_REVISION = "Nemotron-Post-Training-Dataset-v2"
@@ -117,6 +118,8 @@ def normalise(row: Mapping[str, Any], max_chars: int | None = None) -> list[dict
     messages = [{"role": role, "content": _text(content)} for role, content in turns if role != "assistant"]
     if any(message["role"] == "user" and not message["content"].strip() for message in messages):
         raise Dropped("empty_user_turn")
+    if len(messages) > MAX_TURNS:
+        raise Dropped("too_many_turns")
     if max_chars is not None and sum(len(message["content"]) for message in messages) > max_chars:
         raise Dropped("too_long")
     return [message for message in messages if message["content"].strip()]

@@ -139,7 +139,7 @@ def _line_rows(path: Path) -> Iterator[dict[str, Any]]:
             if text.strip():
                 try:
                     row = json.loads(text.decode("utf-8", "surrogateescape"))
-                except json.JSONDecodeError as error:
+                except (ValueError, RecursionError) as error:  # also a number, or a nesting, that Python refuses
                     raise ValueError(f"{path} line {number} (byte {offset}) is no JSON object: {error}") from error
                 yield _require_object(row, f"{path} line {number}")
             offset += len(line)
@@ -226,5 +226,7 @@ class _Window:
                     continue
                 state = "cut off" if cut else f"malformed ({error.msg})"
                 self.fail(f"the JSON array is {state} in row {number}, which starts here")
+            except (ValueError, RecursionError) as error:  # a number, or a nesting, that Python refuses
+                self.fail(f"row {number}, which starts here, cannot be read: {error}")
             self._advance(end)
             return value

@@ -129,6 +129,19 @@ def check_trackers(names: Sequence[str]) -> None:
             raise ValueError(f"train.trackers: {name} needs a package: pip install {PACKAGES[name]}")
 
 
+def open_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
+    """The trackers of a run. One that is away when a run goes on is left out, as one is that fails later."""
+    trackers = []
+    for name in names:
+        try:
+            trackers.append(TRACKERS[name](run))
+        except Exception:
+            if not run.step:  # at the start it is wrong settings, which the user can still mend
+                raise
+            logger.exception("%s cannot be reached and gets no metrics of the rest of run %s", name, run.name)
+    return trackers
+
+
 class MetricLog:
     """`metrics.jsonl`: one JSON object with a `step` per line, appended; no step stands twice after a resume."""
 

@@ -41,7 +41,7 @@ from lilicorr.tables import stale
 from lilicorr.target import Target, default_layer_ids, load_target
 from pipelines import local
 from pipelines.errors import sent_home
-from pipelines.inputs import HELD_OUT
+from pipelines.inputs import HELD_OUT, set_entries
 from pipelines.stage import VERSIONS
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def measure_systems(config: PipelineConfig, make_system: MakeSystem) -> dict[str
         for seed in settings.sampled_seeds
     ]
     write_sampled(folder / "sampled.json", results, sampled, config)
-    for plot in draw_plots(folder, config.directory / "train"):
+    for plot in draw_plots(folder, config.directory / "train", config.train.runs):
         logger.info("drew %s", plot)
     return {"tau": {name: {s: v["tau"] for s, v in by_set.items()} for name, by_set in results["systems"].items()}}
 
@@ -166,8 +166,7 @@ def load_sets(config: PipelineConfig) -> tuple[dict[str, list[Prompt]], dict[str
     prompts: dict[str, list[Prompt]] = {}
     facts: dict[str, dict[str, Any]] = {}
     limit = config.evaluate.max_prompts
-    for entry in config.evaluate.sets:
-        name, _, file = entry.partition("=")
+    for name, file in set_entries(config.evaluate.sets).items():
         if name == HELD_OUT:
             # prompts.max_held_out says how many there are; every one of them has to match autoregression
             held_out = read_conversations(config.directory / "prepare" / "held_out.parquet")
@@ -176,11 +175,9 @@ def load_sets(config: PipelineConfig) -> tuple[dict[str, list[Prompt]], dict[str
         else:
             prompts[name] = [
                 Prompt(prompt.id, [{"role": "user", "content": text} for text in prompt.turns], prompt.category)
-                for prompt in load_benchmark(name, file or None, limit)
+                for prompt in load_benchmark(name, file, limit)
             ]
-            facts[name] = benchmark_facts(name, file or None)
-    if not prompts:
-        raise ValueError("evaluate.sets is empty")
+            facts[name] = benchmark_facts(name, file)
     return prompts, facts
 
 

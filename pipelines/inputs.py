@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,13 +68,30 @@ def train(config: PipelineConfig) -> list[str]:
 
 def evaluate(config: PipelineConfig) -> list[str]:
     """Files and names of the prompt sets, and the runs of the systems."""
-    problems = problem_of(check_target, config.target)
-    for entry in config.evaluate.sets:
-        name, _, file = entry.partition("=")
-        problems += [] if name == HELD_OUT else problem_of(check_benchmark, name, file or None)
+    problems, wrong_sets = problem_of(check_target, config.target), problem_of(set_entries, config.evaluate.sets)
+    problems += wrong_sets
+    for name, file in set_entries(config.evaluate.sets).items() if not wrong_sets else ():
+        problems += [] if name == HELD_OUT else problem_of(check_benchmark, name, file)
     for name, system in config.evaluate.systems.items():
         problems += [] if system.run is None else problem_of(check_run, config, f"evaluate.systems.{name}", system.run)
     return problems
+
+
+def set_entries(entries: Sequence[str]) -> dict[str, str | None]:
+    """The file of every evaluation set by its name, of entries `name` and `name=file`; None where it needs none.
+
+    Raises ValueError for a name that stands twice, a file for the held-out prompts, and where there is no set.
+    """
+    files: dict[str, str | None] = {}
+    for name, _, file in (entry.partition("=") for entry in entries):
+        if name in files:
+            raise ValueError(f"evaluate.sets has {name} twice")
+        if name == HELD_OUT and file:
+            raise ValueError(f"evaluate.sets: {HELD_OUT} is what prepare split off and takes no file, got {file}")
+        files[name] = file or None
+    if not files:
+        raise ValueError("evaluate.sets is empty")
+    return files
 
 
 def deploy(config: PipelineConfig) -> list[str]:

@@ -349,3 +349,22 @@ def reopen(run: Run, plan: Plan) -> int:
     for shard in given_up:
         _manifest_path(run.folder, shard).unlink()
     return len(given_up)
+
+
+def verified_shards(folder: Path) -> tuple[list[Path], list[str]]:
+    """The committed shards of a finished regeneration and their hashes, each compared with its manifest.
+
+    Raises ValueError if regeneration has not finished, or a shard is missing or not what its manifest says.
+    """
+    paths, hashes = [], []
+    for shard in read_plan(folder).shards:
+        path, manifest = data_path(folder, shard), read_manifest(folder, shard)
+        if manifest is None:
+            raise ValueError(f"regeneration in {folder} has not finished: shard {shard.id} has no manifest")
+        if not path.is_file():
+            raise ValueError(f"{path} is missing, the manifest of shard {shard.id} says it was written")
+        if path.stat().st_size != manifest["size"] or sha256_file(path) != manifest["sha256"]:
+            raise ValueError(f"{path} is not the file that the manifest of shard {shard.id} describes")
+        paths.append(path)
+        hashes.append(manifest["sha256"])
+    return paths, hashes

@@ -191,7 +191,10 @@ def run_stage(stage: Stage, config: PipelineConfig, forced: bool) -> dict[str, A
 
 def pinned(config: PipelineConfig) -> PipelineConfig:
     """The config with the target's revision as `prepare` found it: a branch may mean another commit by now."""
-    described = json.loads((config.directory / "prepare" / "target.json").read_text(encoding="utf-8"))
+    path = config.directory / "prepare" / "target.json"
+    if not path.is_file():  # a stage that needs it says so
+        return config
+    described = json.loads(path.read_text(encoding="utf-8"))
     return replace(config, target=replace(config.target, revision=described["revision"]))
 
 

@@ -38,9 +38,9 @@ from lilicorr.corpus import Sampler, TrainingSet, build_training_set, content_ha
 from lilicorr.draft_model import DraftModel, build_draft_model, run_block_spec
 from lilicorr.drafter import copy_target_layers, drafter_shape
 from lilicorr.folder import remove_unfinished
-from lilicorr.provenance import provenance, sha256_file, sha256_tree, write_json
+from lilicorr.provenance import provenance, sha256_tree, write_json
 from lilicorr.target import Target, default_layer_ids, load_target
-from lilicorr.tracking import TRACKERS, MetricLog, TrackedRun, alarm
+from lilicorr.tracking import MetricLog, TrackedRun, alarm, open_trackers
 from lilicorr.training import (
     Trainer,
     checkpoint_folder,
@@ -54,7 +54,7 @@ from pipelines import local
 from pipelines.errors import sent_home
 from pipelines.probe import measure_tau, probe_prompts
 from pipelines.runs import TRAINING_SET, check_runs
-from pipelines.shards import data_path, read_manifest, read_plan
+from pipelines.shards import verified_shards
 from pipelines.stage import VERSIONS
 from pipelines.start import start_folder, with_folders
 
@@ -147,25 +147,6 @@ def ensure_training_set(config: PipelineConfig) -> TrainingSet:
 def training_set_source(hashes: list[str], config: TrainConfig) -> str:
     """What a training set is known again by: the hashes of its shards, and how they were laid out."""
     return fingerprint(hashes, config.max_length, config.layout, VERSIONS["train"])
-
-
-def verified_shards(folder: Path) -> tuple[list[Path], list[str]]:
-    """The committed shards of a finished regeneration and their hashes, each compared with its manifest.
-
-    Raises ValueError if regeneration has not finished, or a shard is missing or not what its manifest says.
-    """
-    paths, hashes = [], []
-    for shard in read_plan(folder).shards:
-        path, manifest = data_path(folder, shard), read_manifest(folder, shard)
-        if manifest is None:
-            raise ValueError(f"regeneration in {folder} has not finished: shard {shard.id} has no manifest")
-        if not path.is_file():
-            raise ValueError(f"{path} is missing, the manifest of shard {shard.id} says it was written")
-        if path.stat().st_size != manifest["size"] or sha256_file(path) != manifest["sha256"]:
-            raise ValueError(f"{path} is not the file that the manifest of shard {shard.id} describes")
-        paths.append(path)
-        hashes.append(manifest["sha256"])
-    return paths, hashes
 
 
 def finished(job: Job, folder: Path | None = None) -> dict[str, Any] | None:
@@ -295,7 +276,7 @@ def open_log(job: Job, step: int) -> MetricLog:
     config = job.config.train
     settings = {"profile": job.config.profile, "target": job.config.target.source, **to_dict(job.run)}
     run = TrackedRun(job.folder, job.name, job.identity, config.tracking_project, step, settings)
-    return MetricLog(job.folder / "metrics.jsonl", step, [TRACKERS[name](run) for name in config.trackers])
+    return MetricLog(job.folder / "metrics.jsonl", step, open_trackers(config.trackers, run))
 
 
 def make_trainer(job: Job, device: torch.device) -> tuple[Trainer, Target]:

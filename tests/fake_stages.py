@@ -19,7 +19,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lilicorr.config import PipelineConfig, fingerprint, to_dict
-from lilicorr.provenance import write_atomic, write_json
+from lilicorr.provenance import write_atomic
 from pipelines import full, stage
 
 NUM_STEPS = 3
@@ -50,8 +50,6 @@ def steps(real: stage.Stage, config: PipelineConfig) -> dict[str, Any]:
             write_atomic(path, content.encode())
             with open(config.directory / "log.txt", "a", encoding="utf-8") as log:
                 log.write(f"{real.name}:{step}\n")
-    if real.name == "prepare":
-        write_json(config.directory / "prepare" / "target.json", {"revision": None})
     return {"steps": NUM_STEPS}
 
 

@@ -127,6 +127,8 @@ def test_categories_go_with_the_prompts(tmp_path: Path) -> None:
         (json_lines([1, 2]), r"row 0: a row must be an object"),
         (gzip.compress(json_lines({"question": "Q"}), mtime=0)[:-9], r"ended before the end"),
         (b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 20, r"invalid block type"),
+        (b'{"question": "Q", "n": ' + b"9" * 5000 + b"}", "line 1: .*4300"),
+        (b"PAR1 and no more", "no complete Parquet file"),
         (b"", r"no rows"),
     ],
 )
@@ -145,6 +147,12 @@ def test_an_object_without_its_rows_is_named(content: bytes, tmp_path: Path) -> 
     with pytest.raises(ValueError, match="must be an object with a list 'cases', got") as error:
         load_benchmark("aime25_25", path)
     assert str(path) in str(error.value)
+
+
+def test_turns_that_are_no_list_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"question_id": 1, "category": "math", "turns": None})
+    with pytest.raises(ValueError, match=r"row 0 .*its turns are no list"):
+        load_benchmark("mt_bench", path)
 
 
 def test_names_and_paths(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_a_block_ends_before_the_first_slot_below_the_threshold() -> None:
     ("changes", "message"),
     [
         ({"markov_head_type": "lstm"}, "markov_head_type must be one of vanilla, gated, rnn, got 'lstm'"),
-        ({"confidence_threshold": 1.5}, r"confidence_threshold must be in \[0, 1\], got 1.5"),
+        ({"confidence_threshold": 1.5}, r"confidence_threshold of the head must be in \[0, 1\], got 1.5"),
         ({"confidence_threshold": 0.5, "enable_confidence_head": False}, "needs enable_confidence_head"),
     ],
 )

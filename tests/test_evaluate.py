@@ -5,30 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, save
 
 from lilicorr import decode, evaluate
 from lilicorr.acceptance import Answer
 from lilicorr.chat import ChatError
-from lilicorr.checkpoint import save_draft_model
-from lilicorr.config import DrafterConfig, EvaluateConfig, PipelineConfig, SystemConfig, TargetConfig, from_dict
+from lilicorr.config import DrafterConfig, EvaluateConfig
 from lilicorr.decode import SamplingParams
 from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
 from lilicorr.evaluate import AUTOREGRESSIVE, Prompt, SetRunner, System, print_table, run_sets
-from lilicorr.prompts import Conversation, write_conversations
-from lilicorr.provenance import write_json
-from lilicorr.tables import read_results
-from lilicorr.target import Target, default_layer_ids, load_target
+from lilicorr.target import Target
 from lilicorr.tiny import byte_tokenizer
-from pipelines import evaluate as stage
-from pipelines.prepare import describe_target
 
 HEAD_CONFIG = {"hidden_size": 16, "num_heads": 2, "factor_dim": 8}
 CONFIG = EvaluateConfig(max_new_tokens=12, bootstrap_samples=50)
@@ -271,144 +263,3 @@ def test_recorded_blocks_add_up_to_the_answer(chat_target: Target):
         assert [ids[0] for ids in block.candidates] == block.drafts  # of the argmax head
     sums = system.sums([answer])
     assert sums["selected_prefix"] == sums["accepted"].sum() == sums["top1_prefix"]
-
-
-@pytest.fixture
-def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
-    """A run directory behind training: one LiLiCorr checkpoint of a random target, three held-out prompts."""
-    monkeypatch.setenv("LILICORR_CACHE", str(tmp_path / "cache"))
-    config = from_dict(
-        PipelineConfig,
-        {
-            "profile": "tiny",
-            "run_dir": str(tmp_path),
-            "target": {"source": "random"},
-            "train": {"runs": {"ours": {"head": "lilicorr", "steps": 1}}, "drafter": {"num_layers": 1}},
-            "evaluate": {
-                "sets": ["held_out"],
-                "max_prompts": 2,
-                "max_new_tokens": 8,
-                "bootstrap_samples": 20,
-                "systems": {
-                    "autoregressive": {},
-                    "lilicorr": {"run": "ours"},
-                    "same drafter": {"run": "ours", "head": "argmax"},
-                    "drawn": {"run": "ours", "head_config": {"contract": "sampled"}, "sampled_only": True},
-                },
-            },
-        },
-    )
-    description = describe_target(TargetConfig(source="random"))
-    write_json(config.directory / "prepare" / "target.json", description)
-    asked = [Conversation(f"{i:032x}", ask("", f"say {i}").messages, "test", "test", "") for i in range(3)]
-    write_conversations(config.directory / "prepare" / "held_out.parquet", asked)
-    target = load_target(config.target, layer_ids=default_layer_ids(description["num_layers"], 1))
-    save_draft_model(config.directory / "train" / "ours" / "final", draft_model(target), {})
-    return config
-
-
-def test_the_stage_evaluates_trained_runs(trained: PipelineConfig, monkeypatch: pytest.MonkeyPatch):
-    config = trained
-    summary = stage.measure(config)
-    results = json.loads((config.directory / "evaluate" / "results.json").read_text())
-    assert results.keys() == {"systems", "sets", "provenance"}
-    assert list(results["systems"]) == ["autoregressive", "lilicorr", "same drafter"]
-    assert results["systems"]["lilicorr"]["held_out"]["matches_autoregressive"] == 3
-    assert results["sets"]["held_out"]["data"]["prompts"] == 3  # max_prompts limits benchmarks only
-    assert summary["tau"]["lilicorr"]["held_out"] == results["systems"]["lilicorr"]["held_out"]["tau"]
-    assert (config.directory / "evaluate" / "tau.png").is_file()
-    assert not (config.directory / "evaluate" / "sampled.json").exists()
-    monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
-    assert stage.measure(config) == summary
-    wider = dataclasses.replace(config, target=dataclasses.replace(config.target, dtype="float64"))
-    with pytest.raises(pytest.fail.Exception, match="the set was done"):
-        stage.measure(wider)  # another type of the weights is decoded anew
-    with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception, match="the set was done"):
-        patch.setitem(stage.VERSIONS, "evaluate", 99)
-        stage.measure(config)  # and so is what an older version of the stage measured
-
-    weights = config.directory / "train" / "ours" / "final" / "model.safetensors"
-    whole, measured = weights.read_bytes(), (config.directory / "evaluate" / "results.json").read_bytes()
-    tensors = {name: tensor for name, tensor in load(whole).items() if name != "norm.weight"}
-    weights.write_bytes(save(tensors))
-    with pytest.raises(ValueError, match=r"model\.safetensors: 1 tensors are missing: norm\.weight"):
-        stage.measure(config)
-    assert (config.directory / "evaluate" / "results.json").read_bytes() == measured
-    weights.write_bytes(whole)
-    assert stage.measure(config) == summary  # what was measured before still counts
-
-
-def test_the_stage_decodes_again_for_every_seed(trained: PipelineConfig, monkeypatch: pytest.MonkeyPatch):
-    config, summary = trained, stage.measure(trained)
-    seeded = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, sampled_seeds=(1, 2)))
-    assert stage.measure(seeded)["tau"] == summary["tau"]
-    spread = json.loads((config.directory / "evaluate" / "sampled.json").read_text())
-    assert spread["seeds"] == [1, 2] and "drawn" in spread["systems"]
-    taus = []
-    for seed in (1, 2):
-        one = json.loads((config.directory / "evaluate" / f"sampled_{seed}.json").read_text())
-        assert one["systems"]["lilicorr"]["held_out"]["matches_autoregressive"] == 3  # a point mass, so the same draws
-        assert one["provenance"]["config"]["evaluate"]["temperature"] == 1.0
-        taus.append(one["systems"]["drawn"]["held_out"]["tau"])
-    found = spread["systems"]["drawn"]["held_out"]
-    assert found["tau"] == pytest.approx(sum(taus) / 2)
-    assert found["tau_std"] == pytest.approx(abs(taus[0] - taus[1]) / 2**0.5)
-    monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
-    assert stage.measure(seeded) == summary
-    folder = config.directory / "evaluate"
-    greedy = json.loads((folder / "results.json").read_text())["sets"]["held_out"]["fingerprint"]
-    assert spread["sets"]["held_out"].keys() == {"fingerprint", "greedy_fingerprint"}
-    assert spread["sets"]["held_out"]["greedy_fingerprint"] == greedy
-    assert spread["provenance"]["config"]["evaluate"]["sampled_seeds"] == [1, 2]
-    assert read_results(folder).sampled["systems"] == spread["systems"]
-    assert stage.measure(config) == summary and (folder / "sampled.json").is_file()  # without seeds it still belongs
-
-
-def test_greedy_results_outlive_a_change_of_what_is_sampled(trained: PipelineConfig, monkeypatch: pytest.MonkeyPatch):
-    summary = stage.measure(trained)
-    monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
-    assert stage.measure(with_evaluate(trained, sampled_temperature=0.7)) == summary
-    more = trained.evaluate.systems | {"new": SystemConfig("ours", head_config={"walk": "exact"}, sampled_only=True)}
-    assert stage.measure(with_evaluate(trained, systems=more)) == summary
-    with pytest.raises(pytest.fail.Exception, match="the set was done"):
-        stage.measure(with_evaluate(trained, seed=7))  # that of the intervals
-    more["lilicorr"] = SystemConfig("ours", head_config={"walk": "exact"})
-    with pytest.raises(pytest.fail.Exception, match="the set was done"):
-        stage.measure(with_evaluate(trained, systems=more))
-
-
-def test_sampled_figures_beside_other_greedy_ones_are_refused_and_removed(
-    trained: PipelineConfig, caplog: pytest.LogCaptureFixture
-):
-    caplog.set_level("INFO")
-    folder = trained.directory / "evaluate"
-    seeded = with_evaluate(trained, sampled_seeds=(1,))
-    stage.measure(seeded)
-    sampled = (folder / "sampled.json").read_bytes()
-    shorter = with_evaluate(trained, max_new_tokens=4)
-    stage.measure(shorter)
-    assert not (folder / "sampled.json").exists()
-    assert "held_out: prompts, weights, code or settings changed" in caplog.text
-    assert "results.json has since been made anew on held_out" in caplog.text
-    (folder / "sampled.json").write_bytes(sampled)  # as after a kill between the two
-    with pytest.raises(ValueError, match=r"sampled\.json: results\.json has since been made anew on held_out; run"):
-        read_results(folder)
-    write_json(folder / "sampled.json", {"seeds": [1], "systems": {}})
-    with pytest.raises(ValueError, match="an older version made it, without fingerprints"):
-        read_results(folder)
-    stage.measure(with_evaluate(shorter, sampled_seeds=(1,)))
-    assert read_results(folder).sampled is not None
-
-
-def with_evaluate(config: PipelineConfig, **changes: Any) -> PipelineConfig:
-    return dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, **changes))
-
-
-def test_systems_that_cannot_be(trained: PipelineConfig):
-    config = trained
-    target = load_target(config.target, layer_ids=default_layer_ids(2, 1))
-    for name, system in (("other", SystemConfig()), ("autoregressive", SystemConfig(run="ours"))):
-        config.evaluate.systems[name] = system
-        with pytest.raises(ValueError, match=f"systems.{name}.run"):
-            stage.load_systems(config, target)
-        config.evaluate.systems.pop(name)

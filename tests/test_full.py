@@ -93,7 +93,7 @@ def test_the_tables_lie_beside_the_results_of_any_profile(
     profile = tmp_path / "mine.yaml"
     profile.write_text("prompts: {source: stdlib}\n")
     options = ["--profile", str(profile), "--run-dir", str(tmp_path / "runs"), "--until", "evaluate", "--tables"]
-    monkeypatch.setattr(full, "print_results", lambda _: None)
+    monkeypatch.setattr(full, "print_results", lambda *_: None)
     monkeypatch.setattr(full, "execute", lambda *_: resolve_config(full.parse(options)[0]))
     with pytest.raises(SystemExit, match=r"results\.json is missing: run pipelines/evaluate.py first"):
         full.main(options)

@@ -16,6 +16,7 @@ from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.draft_model import build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
 from lilicorr.heads import HEADS
+from lilicorr.kernels.match_walk import match_scores
 from lilicorr.losses import total_loss
 from lilicorr.target import Target
 from lilicorr.verify import Sampling
@@ -146,10 +147,14 @@ def test_half_precision(form: str) -> None:
     """Training under autocast with fp32 parameters on a bf16 target, and decoding in bf16."""
     head, blocks = make_form(form), make_blocks()
     half, labels = converted(*blocks, torch.bfloat16)
-    exact = float(total_loss(head.loss(*blocks, 0.5)).detach())
+    whole = head.loss(*blocks, 0.5)
+    exact = float(total_loss(whole).detach())
     head.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = total_loss(head.loss(half, labels, 0.5))
+        terms = head.loss(half, labels, 0.5)
+        loss = total_loss(terms)
+    assert {number.dtype for term in terms.values() for number in (term.sum, term.count)} == {torch.float32}
+    assert all(float(terms[name].count) == float(whole[name].count) for name in terms if name.endswith("_prefix"))
     assert float(loss.detach()) == pytest.approx(exact, rel=0.1)
     if loss.requires_grad:
         loss.backward()
@@ -233,3 +238,15 @@ def test_greedy_rows_of_a_sampled_batch_take_the_argmax() -> None:
         head, (draft, _) = make_form(form), make_blocks(n=8)
         drawn = head.propose(draft, mixed_sampling(8)).token_ids
         assert torch.equal(drawn[::4], head.propose(draft).token_ids[::4]), form
+
+
+def test_scores_and_the_targets_logits_are_whole_under_autocast() -> None:
+    """Their differences are what Eq. (3) and (4) are about; in bfloat16 they would be steps of 0.03 and 0.125."""
+    torch.manual_seed(0)
+    start, out, into = torch.randn(3, 8), torch.randn(3, 5, 4, 8), torch.randn(3, 5, 4, 8)
+    _, labels = converted(*make_blocks(), torch.float32)
+    ids = torch.randint(0, 67, (*labels.token_ids.shape, 4))
+    plain = (*match_scores(start, out, into, 8.0, 1e-4), labels.target_logits_at(ids))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = (*match_scores(start, out, into, 8.0, 1e-4), labels.target_logits_at(ids))
+    assert all(torch.equal(one, other) for one, other in zip(plain, found))

@@ -26,7 +26,7 @@ def test_a_sound_profile_would_not_fail(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_what_is_missing_is_named_under_its_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sets = f"[held_out, humanevil, math500, math500={tmp_path}/none.jsonl]"
+    sets = f"[held_out, humanevil, math500, mbpp={tmp_path}/none.jsonl]"
     changes = [f"prompts.source={tmp_path}/none", "target.dtype=float8", "deploy.run=x"]
     changes += [f"evaluate.sets={sets}", "evaluate.systems.other={run: y}", "regenerate.engine=sglang"]
     with pytest.raises(SystemExit) as end:
@@ -43,7 +43,7 @@ def test_what_is_missing_is_named_under_its_stage(tmp_path: Path, capsys: pytest
     engine = "regenerate.engine must be one of transformers, vllm, got 'sglang'"
     assert found["regenerate"] == [dtype, engine] and found["train"] == [dtype]
     assert found["deploy"] == ["deploy.run 'x' is no run; the runs are trunk, dflash, lilicorr"]
-    starts = ["target.dtype", "unknown benchmark 'humanevil'", "no package has 'math500'", "file of the set 'math500'"]
+    starts = ["target.dtype", "unknown benchmark 'humanevil'", "no package has 'math500'", "file of the set 'mbpp'"]
     starts += ["evaluate.systems.other.run 'y' is no run"]
     assert [problem[: len(start)] for problem, start in zip(found["evaluate"], starts, strict=True)] == starts
     assert list(tmp_path.iterdir()) == []
@@ -66,6 +66,20 @@ def test_a_target_folder_without_a_model_and_a_trained_run(tmp_path: Path) -> No
     assert inputs.deploy(config) == []
     keyed = replace(config, deploy=replace(config.deploy, api_key_file="none.key", admin_key_file=__file__))
     assert inputs.deploy(keyed) == ["the key file none.key of deploy does not exist"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["held_out=mine.jsonl"], "held_out is what prepare split off and takes no file, got .*mine.jsonl"),
+        (["held_out", "math500=a", "math500=b"], "evaluate.sets has math500 twice"),
+        ([], "evaluate.sets is empty"),
+    ],
+)
+def test_a_set_that_would_be_ignored_is_refused(sets: list[str], message: str) -> None:
+    config = from_dict(PipelineConfig, {"evaluate": {"sets": sets}})
+    (problem,) = inputs.evaluate(config)
+    assert re.search(message, problem)
 
 
 def test_a_target_that_cannot_be_made_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,11 @@ def test_every_plot_is_drawn_from_the_files(tmp_path: Path):
     paths = plots.draw_plots(tmp_path / "evaluate", tmp_path / "train")
     assert [path.name for path in paths] == ["tau.png", "slots.png", "training.png"]
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in paths)
+    (tmp_path / "train" / "lilicorr" / "metrics.jsonl").open("a").write('{"step": 2, "lo')  # a full disk
+    paths = plots.draw_plots(tmp_path / "evaluate", tmp_path / "train", ["lilicorr"])
+    assert [path.name for path in paths] == ["tau.png", "slots.png", "training.png"]
+    paths = plots.draw_plots(tmp_path / "evaluate", tmp_path / "train", ["empty"])
+    assert [path.name for path in paths] == ["tau.png", "slots.png"]  # what other profiles trained there is not shown
 
 
 def test_bars_are_the_drafting_systems_with_their_intervals():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from collections import Counter
 from dataclasses import replace
@@ -97,6 +99,7 @@ DROPPED = {
     "system_not_first": [{"messages": [USER, SYSTEM]}, {"messages": [SYSTEM, SYSTEM, USER]}],
     "invalid_unicode": [{"messages": [user("a\ud800b")]}],
     "too_long": [{"messages": [user("x" * 400_000)]}],
+    "too_many_turns": [{"messages": 16_384 * [USER, ANSWER, USER]}],
 }
 
 
@@ -181,6 +184,11 @@ BROKEN = {
     "comma.json": (b'[{"messages": []} {"messages": []}]', "comma.json byte 18: expected ',' or ']' after row 1"),
     "after.json": (b'[{"messages": []}] x', "after.json byte 19: data after the end"),
     "column.jsonl": (b'{"text": "hello"}\n', r"column.jsonl row 1 has none of the columns messages, .*\['text'\]"),
+    "digits.jsonl": (
+        b'{"messages": [], "n": ' + b"9" * 5000 + b"}",
+        "digits.jsonl line 1 .* is no JSON object: .*4300",
+    ),
+    "deep.json": (b'[{"messages": ' + b"[" * 200_000, "deep.json byte 1: row 1, .* cannot be read: .*recursion"),
     "page.parquet": (b"PAR1 is not enough", "page.parquet .* is no complete Parquet file"),
 }
 
@@ -204,6 +212,32 @@ def test_broken_parquet_is_named(tmp_path: Path) -> None:
     pq.write_table(table.rename_columns(["text"]), path)
     with pytest.raises(ValueError, match=r"t\.parquet has none of the columns messages, conversations: \['text'\]"):
         list(iter_rows(path))
+
+
+def test_links_to_folders_are_followed_and_circles_end(tmp_path: Path) -> None:
+    mix, elsewhere = tmp_path / "mix", tmp_path / "elsewhere"
+    for folder in (mix / "deep", elsewhere):
+        folder.mkdir(parents=True)
+    folders = (mix / "deep", elsewhere)
+    files = [write_lines(folder / f"{folder.name}.jsonl", [{"messages": [USER]}]) for folder in folders]
+    (mix / "linked").symlink_to(elsewhere)
+    (mix / "deep" / "up").symlink_to(mix)
+    assert corpus_files(mix) == [files[0], mix / "linked" / "elsewhere.jsonl"]
+
+
+def test_a_folder_that_may_not_be_looked_into_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_lines(tmp_path / "a.jsonl", [{"messages": [USER]}])
+    (tmp_path / "closed").mkdir()
+    scan = os.scandir
+
+    def scandir(path: str) -> Any:  # the superuser may look into everything
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(PermissionError, match="closed"):
+        corpus_files(tmp_path)
 
 
 def test_missing_paths_are_named(tmp_path: Path) -> None:
@@ -291,7 +325,11 @@ def test_nemotron_takes_its_four_splits_and_collapses_reasoning_twins(tmp_path: 
     assert {c.category for c in train} == {"stem", "chat", "math", "code"} and {c.source for c in train} == {
         "nemotron_v2"
     }
-    (folder / "math-00000-of-00001.parquet").unlink()
+    (folder / "math-00000-of-00001.parquet").rename(folder / "math-00001-of-00003.parquet")
+    part = r"downloaded in part: 2 files are missing, the first is math-00000-of-00003\.parquet"
+    with pytest.raises(ValueError, match=part):
+        load_conversations(config)
+    (folder / "math-00001-of-00003.parquet").unlink()
     with pytest.raises(ValueError, match=r"has no files math-\*\.parquet"):
         load_conversations(config)
 

@@ -35,8 +35,6 @@ def writer(name: str, content: str = "1") -> Stage:
 
     def run(config: PipelineConfig) -> dict[str, Any]:
         (config.directory / name / "out.txt").write_text(content)
-        if name == "prepare":
-            write_json(config.directory / name / "target.json", {"revision": None})
         return {"length": len(content)}
 
     fields, inputs = {"prepare": (("prompts",), ()), "train": (("train",), ("prepare",))}[name]

@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 
-from lilicorr.tracking import TRACKERS, MetricLog, MLflow, TensorBoard, TrackedRun, WandB, alarm, check_trackers
+from lilicorr.tracking import (
+    TRACKERS,
+    MetricLog,
+    MLflow,
+    TensorBoard,
+    TrackedRun,
+    WandB,
+    alarm,
+    check_trackers,
+    open_trackers,
+)
 
 
 def tracked(folder: Path, step: int = 0, identity: str = "abc") -> TrackedRun:
@@ -73,6 +83,20 @@ def test_a_tracker_that_fails_is_reported_once_and_ends_nothing(
     assert [record.message.split(" failed")[0] for record in caplog.records] == ["Recorder"]
     assert [step for step, _ in broken.calls] == [1] and len(whole.calls) == 5
     assert len(log.path.read_text().splitlines()) == 4
+
+
+def test_a_tracker_that_is_away_at_a_restart_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(run: TrackedRun) -> Recorder:
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr("lilicorr.tracking.TRACKERS", {"mlflow": away, "tensorboard": lambda run: Recorder()})
+    run = TrackedRun(tmp_path, "a", "id", "project", 10, {})
+    assert len(open_trackers(["mlflow", "tensorboard"], run)) == 1
+    assert "mlflow cannot be reached" in caplog.text
+    with pytest.raises(ConnectionError):  # at the start the user is there to mend it
+        open_trackers(["mlflow"], run._replace(step=0))
 
 
 def scalars(folder: Path) -> list[tuple[int, str, float]]:

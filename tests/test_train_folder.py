@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lilicorr.config import PipelineConfig, RunConfig, TrainConfig
-from lilicorr.provenance import write_json
+from lilicorr.provenance import sha256_tree, write_json
 from pipelines import train
 
 
@@ -20,7 +20,8 @@ def finish(of: train.Job, folder: Path | None = None) -> None:
     """Leave what a finished run leaves."""
     folder = folder or of.folder
     (folder / "final").mkdir(parents=True)
-    write_json(folder / "result.json", {"identity": of.identity, "steps": 1})
+    (folder / "final" / "config.json").write_text("{}")
+    write_json(folder / "result.json", {"identity": of.identity, "checkpoint": sha256_tree(folder / "final")})
 
 
 def test_a_finished_run_comes_back_with_its_config(tmp_path: Path) -> None:
@@ -31,11 +32,20 @@ def test_a_finished_run_comes_back_with_its_config(tmp_path: Path) -> None:
     assert train.finished(second) is None and not (second.folder / "final").exists()
     (second.folder / "checkpoints").mkdir()
     train.set_aside(first)
-    assert train.finished(first) == {"identity": "one", "steps": 1}
+    assert train.finished(first)["identity"] == "one"
     train.set_aside(second)
     assert (second.folder / "checkpoints").is_dir() and not train.finished(second)
     train.set_aside(first)
     assert train.finished(first)
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+def test_a_run_whose_checkpoint_is_damaged_has_not_finished(tmp_path: Path, damage: str) -> None:
+    first = job(tmp_path, "one")
+    finish(first)
+    file = first.folder / "final" / "config.json"
+    file.unlink() if damage == "gone" else file.write_text("[]")
+    assert train.finished(first) is None
 
 
 def test_nothing_is_deleted_where_two_folders_have_one_identity(tmp_path: Path) -> None:

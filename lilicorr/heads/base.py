@@ -62,6 +62,10 @@ class Head(nn.Module):
         super().__init__()
         self.config = config
         self.spec = spec
+        if hasattr(config, "decay"):
+            check_above_zero(config, "decay")
+        if getattr(config, "dpace_alpha", None) is not None:
+            check_shares(config, "dpace_alpha")
 
     def fit_table(self, embed: Tensor) -> None:
         """Fit fresh weights to the target's embedding table [V, H]; most heads have nothing to fit."""
@@ -101,6 +105,20 @@ def check_above_zero(config: Any, *names: str) -> None:
     for name in names:
         if not 0 < getattr(config, name) < math.inf:
             raise ValueError(f"{name} of the head must be a number above 0, got {getattr(config, name)}")
+
+
+def check_not_negative(config: Any, *names: str) -> None:
+    """Raise ValueError for numbers of a head's config that are below 0, or without end."""
+    for name in names:
+        if not 0 <= getattr(config, name) < math.inf:
+            raise ValueError(f"{name} of the head must not be negative, got {getattr(config, name)}")
+
+
+def check_shares(config: Any, *names: str) -> None:
+    """Raise ValueError for numbers of a head's config outside [0, 1]."""
+    for name in names:
+        if not 0 <= getattr(config, name) <= 1:
+            raise ValueError(f"{name} of the head must be in [0, 1], got {getattr(config, name)}")
 
 
 def label_index(draft: DraftOutput, labels: BlockLabels) -> tuple[Tensor, Tensor]:

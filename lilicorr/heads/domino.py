@@ -31,6 +31,8 @@ from lilicorr.heads.base import (
     HeadFormat,
     check_above_zero,
     check_choice,
+    check_not_negative,
+    check_shares,
     label_index,
     prefix_terms,
     previous_ids,
@@ -82,6 +84,8 @@ class DominoHead(Head):
             raise ValueError(
                 f"pure_draft_prefix_len must be in 0..{spec.num_slots}, got {config.pure_draft_prefix_len}"
             )
+        check_not_negative(config, "base_start")
+        check_shares(config, "base_fraction")
         if not 0 <= config.pool <= shape.vocab_size:
             raise ValueError(f"pool must be in 0..{shape.vocab_size}, got {config.pool}")
         self.prefix_gru = nn.GRU(shape.hidden_size, config.gru_hidden_dim, batch_first=True, bias=False)

@@ -23,6 +23,8 @@ from lilicorr.heads.base import (
     HeadFormat,
     check_above_zero,
     check_choice,
+    check_not_negative,
+    check_shares,
     label_index,
     prefix_terms,
     previous_ids,
@@ -135,8 +137,8 @@ class DSparkHead(Head):
         check_choice("markov_head_type", config.markov_head_type, MARKOV_HEADS)
         check_choice("contract", config.contract, CONTRACTS)
         check_above_zero(config, "markov_rank")
-        if not 0 <= config.confidence_threshold <= 1:
-            raise ValueError(f"confidence_threshold must be in [0, 1], got {config.confidence_threshold}")
+        check_not_negative(config, "ce_weight", "distance_weight", "confidence_weight")
+        check_shares(config, "confidence_threshold")
         if config.confidence_threshold and not config.enable_confidence_head:
             raise ValueError("confidence_threshold needs enable_confidence_head")
         rank = config.markov_rank

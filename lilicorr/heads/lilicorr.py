@@ -21,6 +21,8 @@ from lilicorr.heads.base import (
     HeadFormat,
     check_above_zero,
     check_choice,
+    check_not_negative,
+    check_shares,
     label_index,
     roll_out,
 )
@@ -125,6 +127,8 @@ class LiLiCorrHead(Head):
         if config.contract == SAMPLED and config.walk != "greedy":
             raise ValueError(f"the sampled contract draws along the greedy walk, got walk {config.walk!r}")
         check_above_zero(config, "mlp_ratio", "factor_dim", "vector_eps", "logit_scale")
+        check_not_negative(config, "head_weight", "distractor_weight", "margin")
+        check_shares(config, "margin_blend", "ramp_fraction")
         if config.hidden_size < 0 or config.num_layers < 0:
             sizes = f"hidden_size {config.hidden_size} and num_layers {config.num_layers}"
             raise ValueError(f"{sizes} of the head must not be negative")
@@ -287,10 +291,12 @@ class LiLiCorrHead(Head):
         scores = torch.cat([anchor_scores[:, None], pair_scores.flatten(1, 2)], dim=1)
         spread = (scores - scores.mean(dim=-1, keepdim=True)).square().mean(dim=-1).sqrt().mean(dim=-1)
         selected = prefix_length(walked)
-        return {
+        terms = {
             "selected_prefix": diagnostic(selected, full),
             "zero_prefix_rate": diagnostic(selected == 0, full),
             "top1_prefix": diagnostic(prefix_length(top1), full),
             "oracle_prefix": diagnostic(prefix_length(supervised), full),
-            "score_spread": diagnostic(spread, torch.ones_like(full)),
         }
+        if self.spec.num_candidates > 1:  # one candidate is always told apart
+            terms["score_spread"] = diagnostic(spread, torch.ones_like(full))
+        return terms

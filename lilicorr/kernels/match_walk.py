@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lilicorr.blocks import wide
+from lilicorr.blocks import full_precision, wide
 from lilicorr.kernels.language import jit, next_power, tl
 from lilicorr.lattice import WALKS
 
@@ -25,9 +25,10 @@ def match_scores(start: Tensor, out: Tensor, into: Tensor, scale: float, eps: fl
     nowhere; a norm counts as at least `eps`. Returns anchor scores [N, K] and pair scores [N, S - 1, K, K]
     (from, to), at least fp32.
     """
-    start, out, into = (nn.functional.normalize(wide(x), dim=-1, eps=eps) for x in (start, out, into))
-    anchor_scores = scale * torch.einsum("ne,nke->nk", start, into[:, 0])
-    return anchor_scores, scale * out[:, :-1] @ into[:, 1:].transpose(-1, -2)
+    with full_precision(start):
+        start, out, into = (nn.functional.normalize(wide(x), dim=-1, eps=eps) for x in (start, out, into))
+        anchor_scores = scale * torch.einsum("ne,nke->nk", start, into[:, 0])
+        return anchor_scores, scale * out[:, :-1] @ into[:, 1:].transpose(-1, -2)
 
 
 def step_confidence(anchor_scores: Tensor, pair_scores: Tensor, ranks: Tensor) -> Tensor:

@@ -14,90 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from training_runs import RUNS, with_train
 
-from fake_shards import turn, write_regeneration
 from lilicorr.checkpoint import load_draft_model, read_checkpoint, read_info
 from lilicorr.checkpoint.__main__ import convert
-from lilicorr.config import DrafterConfig, PipelineConfig, RunConfig, TargetConfig, TrainConfig
-from lilicorr.prompts import Conversation, write_conversations
-from lilicorr.provenance import sha256_tree, write_json
+from lilicorr.config import PipelineConfig, RunConfig
+from lilicorr.provenance import sha256_tree
 from lilicorr.target import load_target
-from lilicorr.tiny import tiny_target_folder
-from pipelines import inputs as dry_run
 from pipelines import train
 from pipelines.errors import one_line_errors
 from pipelines.local import descendants
-from pipelines.prepare import describe_target
-
-HEAD = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "factor_dim": 16}
-RUNS = {
-    "trunk": RunConfig(head="argmax", steps=5, schedule="constant"),
-    "lilicorr": RunConfig(head="lilicorr", head_config=HEAD, start_from="trunk", steps=6),
-}
-
-
-def shape(**changes: Any) -> DrafterConfig:
-    """The drafter of these tests, changed."""
-    return DrafterConfig(**({"num_layers": 2, "block_size": 4, "num_candidates": 3} | changes))
-
-
-def with_head(**changes: Any) -> dict[str, RunConfig]:
-    """The runs of these tests, the head changed."""
-    return RUNS | {"lilicorr": replace(RUNS["lilicorr"], head_config=HEAD | changes)}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory with the outputs of the stages before: a random target and 12 conversations of random bytes."""
-    folder = tmp_path_factory.mktemp("inputs") / "test"
-    target = TargetConfig(source=str(tiny_target_folder(folder.parent / "target")))
-    write_json(folder / "prepare" / "target.json", describe_target(target))
-    messages = [{"role": "user", "content": "What is a lattice?"}]
-    held_out = [Conversation(cid, messages, "test", "test", cid) for cid in ("a", "b")]
-    write_conversations(folder / "prepare" / "held_out.parquet", held_out)
-    ids = torch.randint(0, 256, (12, 30), generator=torch.Generator().manual_seed(0)).tolist()
-    turns = [turn(f"c{i:02d}", 0, row[:8], row[8 : 14 + i]) for i, row in enumerate(ids)]
-    write_regeneration(folder / "regenerate", turns, shard_size=5)
-    return folder
-
-
-@pytest.fixture
-def config(inputs: Path, tmp_path: Path) -> PipelineConfig:
-    """The config of those inputs, in a run directory of its own."""
-    (tmp_path / "test").mkdir()
-    for name in ("prepare", "regenerate"):
-        (tmp_path / "test" / name).symlink_to(inputs / name)
-    settings = TrainConfig(
-        runs=RUNS,
-        drafter=shape(),
-        batch_size=4,
-        micro_batch_size=2,
-        max_length=64,
-        max_anchors=8,
-        precision="float32",
-        checkpoint_steps=2,
-        log_steps=1,
-        gpus_per_worker=0.0,
-    )
-    target = TargetConfig(source=str(inputs.parent / "target"))
-    return PipelineConfig(profile="test", run_dir=str(tmp_path), target=target, train=settings)
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Train in this process instead of on Ray; the names of the runs that were trained, in order."""
-    trained: list[str] = []
-
-    def fit(job: train.Job) -> None:
-        trained.append(job.name)
-        train.train_run(job, torch.device("cpu"), lambda metrics: None)
-
-    monkeypatch.setattr(train, "fit", fit)
-    return trained
-
-
-def with_train(config: PipelineConfig, **changes: Any) -> PipelineConfig:
-    return replace(config, train=replace(config.train, **changes))
 
 
 def entries(config: PipelineConfig, run: str) -> list[dict[str, Any]]:
@@ -189,6 +115,19 @@ def test_finished_runs_are_skipped_and_changed_ones_replaced(config: PipelineCon
     assert json.loads((replaced / "result.json").read_text()) == first
 
 
+def test_what_is_damaged_is_made_again(config: PipelineConfig, in_process: list[str]) -> None:
+    """From the run's newest state; the training set of the same size is told by its content."""
+    first = train.run(config)
+    folder = config.directory / "train"
+    (folder / "lilicorr" / "final" / "model.safetensors").write_bytes(b"")
+    tokens = folder / train.TRAINING_SET / "tokens.npy"
+    data = tokens.read_bytes()
+    tokens.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert train.run(config) == first
+    assert in_process == [*RUNS, "lilicorr"] and tokens.read_bytes() == data
+    assert [entry["step"] for entry in entries(config, "lilicorr")] == [1, 2, 3, 4, 4, 5, 6]
+
+
 def test_another_version_of_the_stage_starts_over(
     config: PipelineConfig, in_process: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,67 +167,6 @@ def test_a_run_goes_on_from_its_newest_state(
     log = [(entry["step"], entry.get("resumed", False)) for entry in entries(again, "lilicorr")]
     assert log == [(1, False), (2, False), (2, True), (3, False), (4, False), (5, False), (6, False)]
     assert sha256_tree(again.directory / "train" / "lilicorr" / "final") == whole
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"runs": {}}, "train.runs is empty"),
-        (
-            {"runs": {"a": RunConfig(head="medusa", steps=1)}},
-            "train.runs.a.head must be one of argmax, domino, dspark, lilicorr",
-        ),
-        ({"runs": {"a": RunConfig()}}, "exactly one of epochs and steps"),
-        ({"runs": {"a": RunConfig(head="argmax", steps=1, start_from="b")}}, "there is none.*got 'b'"),
-        ({"runs": {"a": RunConfig(steps=1), "b": RunConfig(steps=1, start_from="b")}}, r"before it \(a\) or .*got 'b'"),
-        ({"runs": {"a": RunConfig(steps=1, start_from="./no/where")}}, "a.start_from: .*no/where is not a checkpoint"),
-        ({"runs": {"a": RunConfig(steps=1, head_config={"widht": 3})}}, "unknown key train.runs.a.head_config.widht"),
-        ({"runs": {"training_set": RunConfig(steps=1)}}, "train.runs.training_set: a run's name"),
-        ({"runs": {"../a": RunConfig(steps=1)}}, r"train.runs.\.\./a: a run's name"),
-        ({"drafter": DrafterConfig(num_layers=6)}, "6 distinct layers cannot be captured"),
-        ({"layout": "packed"}, "layout must be one of turn, conversation, got 'packed'"),
-        ({"precision": "fp8"}, "train.precision must be one of bfloat16, float32, got 'fp8'"),
-        ({"drafter": shape(num_heads=3)}, "train.runs.trunk: num_kv_heads must divide num_heads 3, got 2"),
-        ({"drafter": shape(head_dim=-4)}, "train.runs.trunk: head_dim of a drafter must be at least 1, got -4"),
-        ({"drafter": shape(num_candidates=0)}, "train.runs.trunk: num_candidates must be at least 1, got 0"),
-        ({"drafter": shape(num_candidates=265)}, "train.runs.trunk: num_candidates must be at most the target's 264 "),
-        ({"gpus_per_worker": 1.0}, "train.runs.trunk: num_candidates must be a power of two up to 32 on a GPU, got 3"),
-        ({"drafter": shape(block_size=1)}, "train.runs.trunk: block_size must be at least 2 in_place, got 1"),
-        ({"runs": with_head(hidden_size=17)}, "train.runs.lilicorr: num_heads must divide .* 17, got 2"),
-        ({"runs": with_head(num_heads=0)}, "train.runs.lilicorr: num_heads must divide .* 16, got 0"),
-        ({"runs": with_head(factor_dim=-1)}, "train.runs.lilicorr.head_config.factor_dim must not be negative, got -1"),
-        ({"runs": with_head(hidden_size=0, token_scale=3.0)}, "train.runs.lilicorr: token_scale must .* hidden_size 0"),
-        ({"runs": with_head(walk="long")}, "train.runs.lilicorr: walk must be one of "),
-        (
-            {"drafter": shape(init="target", intermediate_size=8)},
-            r"train.runs.trunk cannot start from the target's layers \(train.drafter.init\): mlp.gate_proj.weight of ",
-        ),
-    ],
-)
-def test_what_cannot_be_trained_is_refused_before_anything_starts(
-    config: PipelineConfig, in_process: list[str], changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        train.run(with_train(config, **changes))
-    assert not in_process
-
-
-def test_what_can_be_trained_passes_and_a_dry_run_says_what_cannot(config: PipelineConfig) -> None:
-    described = train.read_description(config)
-    for changes in (
-        {},
-        {"drafter": shape(init="target")},
-        {"drafter": shape(num_candidates=4), "gpus_per_worker": 1.0},
-    ):
-        train.check_runs(with_train(config, **changes), described)
-    assert dry_run.train(config) == []
-    assert dry_run.train(with_train(config, precision="fp8"))[0].startswith("train.precision must be one of ")
-
-
-def test_a_mask_token_outside_the_vocabulary_is_refused(config: PipelineConfig) -> None:
-    described = train.read_description(config) | {"mask_token_id": 264}
-    with pytest.raises(ValueError, match="mask token id 264 is outside the target's vocabulary of 264"):
-        train.check_runs(config, described)
 
 
 def test_shards_are_compared_with_their_manifests(config: PipelineConfig, in_process: list[str]) -> None:
