@@ -16,7 +16,7 @@ stage; `rows_per_s`; `resume_seconds` from the start of the driver after the las
 the training set as a trainer does, in micro-batches of one row with their anchors; `peak_rss_gb` of the largest driver
 and `peak_tree_gb` of a driver and all processes below it (proportional set size, sampled); sizes; provenance.
 
-Place in the flow: `corpus_scale.json`; docs/scale.md quotes it.
+Place in the flow: it writes `corpus_scale.json`; docs/scale.md explains what is counted.
 """
 
 from __future__ import annotations

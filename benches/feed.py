@@ -16,7 +16,7 @@ Shards are eight times the places of an engine, as 2,048 conversations are to 25
 `busy` is the share of the engines' places in use until 98 % of the turns are finished, `busy_all` until the last one;
 `steps` is the whole time. The picture shows the share over time.
 
-Place in the flow: `feed.jsonl` has a row per way with provenance; docs/scale.md quotes it.
+Place in the flow: `feed.jsonl` has a row per way with provenance; docs/scale.md explains them.
 """
 
 from __future__ import annotations

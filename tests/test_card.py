@@ -160,17 +160,22 @@ def test_a_target_that_is_none_and_a_push_without_a_login_become_one_line(
         command("push", tmp_path / "own", "me/draft")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kwargs", [{"enable_thinking": False}, {}])
-def test_the_command_of_the_card_is_one_that_the_endpoint_takes(target: Target, kwargs: dict[str, Any]) -> None:
-    """`serve run` passes what stands behind the = as a string."""
+def test_the_command_of_the_card_is_one_that_the_endpoint_takes(
+    target: Target, kwargs: dict[str, Any], dtype: str
+) -> None:
+    """`serve run` passes what stands behind the = as a string; what a GPU has trained decodes on one."""
     from serve_app.args import AppArgs
 
-    card = card_of(target, NATIVE, "lilicorr", INFO | {"template_kwargs": kwargs})
+    description = replace(make(target, NATIVE, "lilicorr").description, dtype=dtype)
+    card = model_card(description, INFO | {"template_kwargs": kwargs}, [])
     (line,) = (line for line in card.splitlines() if line.strip().startswith("serve run "))
     program, run, builder, *arguments = shlex.split(line)
     assert (program, run, builder) == ("serve", "run", "serve_app.app:build_app")
     args = AppArgs(**dict(argument.split("=", 1) for argument in arguments))
     assert args.checkpoint == "CHECKPOINT" and args.target == "Qwen/Qwen3-8B" and args.template_kwargs == kwargs
+    assert (args.target_dtype, args.gpus) == (("bfloat16", 1.0) if dtype == "bfloat16" else ("float32", 0.0))
 
 
 def test_convert_puts_an_evaluation_into_the_card(target: Target, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lilicorr.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from lilicorr.checkpoint.__main__ import inspect, main
+from lilicorr.checkpoint.__main__ import inspect, main, weight_type
 from lilicorr.checkpoint.description import describe_model
 from lilicorr.checkpoint.format import FORMATS, NATIVE, SPECULATORS, TABLES, formats_of, with_tables
 from lilicorr.checkpoint.store import decode, encode
@@ -347,3 +347,10 @@ def test_a_file_is_known_by_its_spelling(target: Target, tmp_path: Path, form: s
         assert {"zlab", "zlab_old", "sglang", "vllm"} <= set(readers)
     if form == "specforge_old":
         assert readers == ["specforge_old"]
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_the_target_is_loaded_in_the_type_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+    for fields, dtype in (({name: "bfloat16"}, "bfloat16"), ({name: "float16"}, "float16"), ({}, "float32")):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        assert weight_type(tmp_path) == dtype

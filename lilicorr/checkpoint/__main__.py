@@ -28,7 +28,7 @@ from lilicorr.checkpoint.field import read_json
 from lilicorr.checkpoint.format import FORMATS, NATIVE, SPECULATORS, TABLES, problem, spelled_as, with_tables
 from lilicorr.checkpoint.hub import push_to_hub
 from lilicorr.checkpoint.store import CONFIG, Checkpoint, read_checkpoint, read_tensors, write_checkpoint
-from lilicorr.config import TargetConfig
+from lilicorr.config import TARGET_DTYPES, TargetConfig
 from lilicorr.target import Target, load_target
 
 
@@ -54,6 +54,13 @@ def inspect(folder: Path, target: Target | None = None) -> dict[str, Any]:
         "as it stands for": ", ".join(readers) or "this library only",
         **{name: value for name, value in checkpoint.info.items() if value is not None},
     }
+
+
+def weight_type(folder: Path) -> str:
+    """The type of a checkpoint's weights, in which its target is looked at; fp32 where it does not say."""
+    config = read_json(folder / CONFIG)
+    named = config.get("dtype") or config.get("torch_dtype")
+    return named if named in TARGET_DTYPES else "float32"
 
 
 def convert(
@@ -115,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     pushed.add_argument("repository", help="owner/name")
     pushed.add_argument("--private", action="store_true")
     for command in (shown, converted):
-        command.add_argument("--target", help="folder or hub name of the model that it was trained for")
+        command.add_argument("--target", help="folder or hub name of the model it was trained for, loaded whole")
         command.add_argument("--revision", help="of the target, on the hub")
         command.add_argument("--mask-token-id", type=int, help="where the target's tokenizer does not settle it")
     return parser
@@ -130,7 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         target = None
         if options.target is not None:
-            target = load_target(TargetConfig(options.target, options.revision, mask_token_id=options.mask_token_id))
+            dtype = weight_type(options.folder if options.command == "inspect" else options.source)
+            config = TargetConfig(options.target, options.revision, dtype, options.mask_token_id)
+            target = load_target(config)
         if options.command == "inspect":
             for name, value in inspect(options.folder, target).items():
                 print(f"{name:<16} {value}")

@@ -128,6 +128,8 @@ def _serving(description: Description, source: str, info: dict[str, Any], reader
     width, dspark = description.spec.num_slots, description.head == "dspark"
     kwargs = json.dumps(info.get("template_kwargs") or {})
     here = f"serve run serve_app.app:build_app checkpoint=CHECKPOINT target={source} 'template_kwargs={kwargs}'"
+    if description.dtype == "bfloat16":  # of a GPU; the application takes a CPU in fp32 unless told otherwise
+        here += " target_dtype=bfloat16 gpus=1"
     lines = [
         "CHECKPOINT stands for this folder's absolute path.",
         "",
