@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from lilicorr.blocks import IN_PLACE, BlockSpec, wide
@@ -84,7 +85,10 @@ def block_spec(config: DrafterConfig, target_config: Any, mask_token_id: int, la
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, computed in at least fp32."""
+    """Root-mean-square norm over the last axis, computed in at least fp32 and rounded once, with the weight in it.
+
+    The engine calls the same function, so both draft from the same numbers in bf16 too.
+    """
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -92,8 +96,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        full = wide(x)
-        return self.weight * (full * torch.rsqrt(full.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        kind = torch.promote_types(x.dtype, self.weight.dtype)  # under autocast a weight may be the wider of the two
+        return rms_norm(x.to(kind), self.weight.shape, self.weight.to(kind), self.eps)
 
 
 class Rotary(nn.Module):
@@ -204,11 +208,14 @@ class DrafterAttention(nn.Module):
 
     def keys_values(self, x: Tensor, positions: Tensor) -> LayerKV:
         """Keys and values of states [R, ..., H] at `positions` -> two of [R, kv, ..., d]."""
-        keys = self.rotary(self.k_norm(self._heads(self.k_proj(x))), positions)
-        return keys, self._heads(self.v_proj(x))
+        return self._rotated(self._heads(self.k_proj(x)), self.k_norm, positions), self._heads(self.v_proj(x))
+
+    def _rotated(self, heads: Tensor, norm: RMSNorm, positions: Tensor) -> Tensor:
+        """Heads [..., d] normalised and rotated, rounded once behind both as in `kernels.norm_rope`."""
+        return self.rotary(norm(wide(heads)), positions).to(heads.dtype)
 
     def forward(self, x: Tensor, context_kv: LayerKV, anchors: Tensor, positions: Tensor) -> Tensor:
-        queries = self.rotary(self.q_norm(self._heads(self.q_proj(x))), positions)
+        queries = self._rotated(self._heads(self.q_proj(x)), self.q_norm, positions)
         mixed = chunked_attention(queries, self.keys_values(x, positions), context_kv, anchors)
         return self.o_proj(mixed.movedim(1, -2).flatten(-2))
 

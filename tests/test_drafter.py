@@ -8,6 +8,7 @@ from lilicorr.config import DrafterConfig, YarnConfig
 from lilicorr.drafter import (
     Drafter,
     DrafterShape,
+    RMSNorm,
     Rotary,
     block_attention,
     block_spec,
@@ -41,6 +42,19 @@ def drafter() -> Drafter:
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return drafter
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_has_the_bits_of_the_engines(dtype: torch.dtype):
+    torch.manual_seed(0)
+    norm, x = RMSNorm(64, 1e-5).to(dtype), (3 * torch.randn(50, 64)).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    found = norm(x)
+    assert torch.equal(found, torch.nn.functional.rms_norm(x, (64,), norm.weight, norm.eps))
+    full = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + norm.eps)
+    exact = full * norm.weight.double()
+    assert torch.allclose(found.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5)  # rounded once
+    assert norm.float()(x).dtype == torch.float32  # as under autocast
 
 
 def run(drafter: Drafter, features: torch.Tensor, embeds: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from lilicorr.blocks import DraftOutput
 from lilicorr.draft_model import DraftModel
 from lilicorr.engine.pages import PAGE_SIZE
 from lilicorr.engine.trim import Packing
-from lilicorr.kernels.attention import Reading, paged_attention, plan_reading
+from lilicorr.kernels.attention import Reading, check_width, paged_attention, plan_reading
 from lilicorr.kernels.norm_rope import Writing, norm_rope, plan_writing, rope_tables
 from lilicorr.target import Target, TargetOutput
 
@@ -121,6 +121,8 @@ class PagedLayer:
         self.norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
         shape = (num_pages, self.num_kv_heads, PAGE_SIZE, head_dim)
         self.k_pages, self.v_pages = self.qkv.new_zeros(shape), self.qkv.new_zeros(shape)
+        if self.k_pages.is_cuda:
+            check_width(head_dim)  # when the engine is made, not in its first pass
 
     def start(
         self, places: Places, rope: tuple[Tensor, Tensor], eps: float, causal: bool, num_queries: int | None
@@ -230,7 +232,11 @@ class PagedDrafter:
         kind = torch.float64 if self.dtype == torch.float64 else torch.float32
         unit = torch.arange(shape.head_dim, device=weights.device).lt(shape.head_dim // 2).to(kind)
         positions = torch.arange(num_positions, device=weights.device)
-        self.rope = drafter.layers[0].self_attn.rotary(unit.expand(len(positions), -1), positions).chunk(2, dim=-1)
+        rotated = drafter.layers[0].self_attn.rotary(unit.expand(len(positions), -1), positions)
+        cos, sin = (
+            part.contiguous() for part in rotated.chunk(2, dim=-1)
+        )  # a kernel reads both as tables of their own
+        self.rope = (cos, sin)
 
     @property
     def head(self) -> Any:

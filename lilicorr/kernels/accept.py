@@ -240,7 +240,8 @@ def accept_triton(proposal: Proposal, target_logits: Tensor, sampling: Sampling)
         assert has_kernel(proposal, sampling), f"no kernel for a law of {probs.shape[2]} ids a slot"
         probs, support_ids, num_own = probs.contiguous(), support_ids.contiguous(), probs.shape[2]
     num_tiles, num_rows = ceil_div(num_ids, DRAW_TILE), num_blocks * num_queries
-    temperatures, last = sampling.temperature.float(), last_kept(target_logits, sampling) if filtered else None
+    temperatures = sampling.temperature.float().contiguous()
+    last = last_kept(target_logits, sampling) if filtered else None
     maxima = torch.empty(num_rows, num_tiles, device=device)
     masses = torch.empty_like(maxima) if sampled else None
     drawn = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -248,7 +249,7 @@ def accept_triton(proposal: Proposal, target_logits: Tensor, sampling: Sampling)
     verdict = Verdict(drawn.new_empty(num_blocks), drawn.new_empty(num_blocks))
     if num_blocks == 0:
         return verdict
-    lengths = proposal.lengths
+    lengths = None if proposal.lengths is None else proposal.lengths.contiguous()
     rows = (target_logits, target_logits.stride(1))
     sizes, width = (num_ids, num_tiles, num_queries, num_own), next_power(num_own) if num_own else 0
     _tile_kernel[(num_rows, ceil_div(num_tiles, TILES))](

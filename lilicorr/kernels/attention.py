@@ -17,6 +17,7 @@ from lilicorr.kernels.language import ceil_div, jit, next_power, tl
 TILE_ROWS = 64  # query rows of one program: positions times the heads that share keys
 MIN_PROGRAMS = 264  # two for every multiprocessor of a large GPU: with fewer, the keys are split further
 MAX_SPLITS = 16
+HEAD_WIDTHS = (32, 64, 128)
 LOG2_E = 1.4426950408889634
 
 
@@ -183,6 +184,12 @@ def _reduce_kernel(parts, norms, out, num_rows, ROWS: tl.constexpr, WIDTH: tl.co
     tl.store(out + rows[:, None] * WIDTH + entries[None, :], mixed, mask=exists[:, None])
 
 
+def check_width(width: int) -> None:
+    """Raise ValueError for a head width [D] that the kernel does not take."""
+    if width not in HEAD_WIDTHS:
+        raise ValueError(f"the width of a head on a GPU must be 32, 64 or 128, got {width}")
+
+
 def paged_attention_triton(
     queries: Tensor,
     k_pages: Tensor,
@@ -196,11 +203,11 @@ def paged_attention_triton(
     """The Triton version of `paged_attention`; the number of splits depends on shapes alone, never on lengths."""
     num_blocks, num_queries, num_heads, width = queries.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
-    if width not in (32, 64, 128):
-        raise ValueError(f"the width of a head must be 32, 64 or 128, got {width}")
+    check_width(width)
     assert page_size == next_power(page_size) and page_size >= 16, f"page size {page_size} is no power of two >= 16"
     assert k_pages.is_contiguous() and v_pages.is_contiguous() and page_table.is_contiguous()
-    queries = queries.contiguous()
+    queries, kv_lengths = queries.contiguous(), kv_lengths.contiguous()
+    query_lengths = None if query_lengths is None else query_lengths.contiguous()
     out = torch.empty_like(queries)
     if not out.numel():
         return out

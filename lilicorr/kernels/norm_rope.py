@@ -169,6 +169,7 @@ def norm_rope_triton(
     assert width == next_power(width) and cos.shape[1] == width // 2, (width, cos.shape)
     num_heads = 0 if queries is None else queries.shape[1]
     out = None if queries is None else torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    positions, slots = positions.contiguous(), slots.contiguous()
     if num_tokens:
         strides = (0 if queries is None else queries.stride(0), keys.stride(0), values.stride(0))
         shape = (next_power(num_heads), next_power(num_kv_heads), width // 2, k_pages.shape[2])

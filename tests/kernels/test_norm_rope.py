@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lilicorr.drafter import RMSNorm, Rotary
+from lilicorr.drafter import DrafterAttention, RMSNorm, Rotary
 from lilicorr.kernels.norm_rope import norm_rope, norm_rope_reference, norm_rope_triton, plan_writing, rope_tables
+from test_drafter import make_shape
 
 PAGE, NUM_PAGES = 64, 3
 
@@ -57,6 +58,24 @@ def test_reference_is_the_drafters_norm_and_rotation():
     assert k_pages.isfinite().sum() == v_pages.isfinite().sum() == len(written) * kv_heads * width
 
 
+def test_in_bf16_the_drafter_rounds_where_the_kernel_does():
+    """Once, behind norm, weight and rotation; an fp32 sum in another order may still fall on the other side."""
+    torch.manual_seed(0)
+    attention, positions = DrafterAttention(make_shape(head_dim=32)).bfloat16(), torch.arange(60)
+    torch.nn.init.normal_(attention.k_norm.weight)
+    states = torch.randn(1, 60, 32).bfloat16()
+    tables = rope_tables(attention.rotary.frequencies(states.device, torch.float32), 60)
+    with torch.no_grad():
+        keys, values = (project(states)[0].unflatten(-1, (2, 32)) for project in (attention.k_proj, attention.v_proj))
+        pages = empty_pages(2, 32, keys)
+        norm_rope(None, keys, values, positions, *tables, *pages, positions, None, attention.k_norm.weight)
+        expected = attention.keys_values(states, positions)[0][0]
+        twice = attention.rotary(attention.k_norm(keys), positions[:, None]).movedim(0, 1)
+    found = pages[0][0, :, :60]
+    share, of_twice = ((found != other).double().mean() for other in (expected, twice))
+    assert share < 1e-3 < of_twice and same(found, expected, 0.01)
+
+
 @pytest.mark.parametrize("slots", [[0, 63, 64, -1, 127, 191, -7], [0, 63, 64, 3, 127, 191, 7]])
 def test_layers_may_share_what_follows_from_positions(slots: list[int]):
     qkv, tables, _ = make_inputs(4, 2, 8)
@@ -80,6 +99,16 @@ def test_triton_equals_reference(heads: int, kv_heads: int, width: int, normed: 
     assert same(queries, norm_rope_reference(*qkv, *tables, *expected, slots, *weights, 1e-5))
     assert same(found[0], expected[0]) and same(found[1], expected[1])
     assert found[0].isfinite().sum() == 5 * kv_heads * width
+
+
+def test_positions_and_slots_may_be_columns(device: str):
+    """As of blocks of one position, which are cut out of wider ones."""
+    qkv, (positions, *tables), slots = make_inputs(4, 2, 32, device)
+    found, expected = empty_pages(2, 32, qkv[0]), empty_pages(2, 32, qkv[0])
+    columns = [torch.stack([x, x + 1], dim=1)[:, 0] for x in (positions, slots)]
+    queries = norm_rope_triton(*qkv, columns[0], *tables, *found, columns[1])
+    assert same(queries, norm_rope_reference(*qkv, positions, *tables, *expected, slots))
+    assert same(found[0], expected[0]) and same(found[1], expected[1])
 
 
 def test_triton_without_queries_in_half_precision_and_without_tokens(device: str):
