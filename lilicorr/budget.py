@@ -25,6 +25,7 @@ from lilicorr.config import RunConfig, TrainConfig
 from lilicorr.draft_model import DraftModel, run_block_spec
 from lilicorr.drafter import drafter_shape
 from lilicorr.losses import total_loss
+from lilicorr.target import target_head_dim
 
 WIDE, MOMENTS = 4, 8  # bytes of a parameter or its gradient, and of AdamW's two moments
 
@@ -82,7 +83,8 @@ def step_budget(
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(target_config, dtype=target_dtype)
     matrices = sum(p.numel() for p in target.base_model.layers.parameters() if p.dim() == 2)
-    attention = 2 * length * length * target_config.num_hidden_layers * _attention_width(target_config)
+    width = target_config.num_attention_heads * target_head_dim(target_config)
+    attention = 2 * length * length * target_config.num_hidden_layers * width
     size, layers = target_dtype.itemsize, config.drafter.num_captured_layers or config.drafter.num_layers
     together = min(config.micro_batch_size, num_rows)
     num_batches = math.ceil(num_rows / together)
@@ -110,12 +112,6 @@ def step_budget(
             "micro-batches done again": (forward + loss) * (num_batches - 1) / num_batches if recompute else 0.0,
         },
     }
-
-
-def _attention_width(target_config: Any) -> int:
-    head_dim = getattr(target_config, "head_dim", None)
-    heads = target_config.num_attention_heads
-    return heads * (head_dim or target_config.hidden_size // heads)
 
 
 def _micro_batch_budget(

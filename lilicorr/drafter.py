@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lilicorr.blocks import IN_PLACE, BlockSpec, wide
 from lilicorr.config import DrafterConfig, YarnConfig
-from lilicorr.target import Target, default_layer_ids, rope_theta
+from lilicorr.target import Target, default_layer_ids, rope_theta, target_head_dim
 
 SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_captured_layers")
 SCORE_BYTES = 256 << 20  # of attention scores in fp32 that exist at once
@@ -60,13 +60,12 @@ class DrafterShape:
 def drafter_shape(config: DrafterConfig, target_config: Any) -> DrafterShape:
     """Resolve a `DrafterConfig` against the transformers config of its target."""
     num_heads = config.num_heads or target_config.num_attention_heads
-    head_dim = config.head_dim or getattr(target_config, "head_dim", None)
     return DrafterShape(
         hidden_size=target_config.hidden_size,
         num_layers=config.num_layers,
         num_heads=num_heads,
         num_kv_heads=config.num_kv_heads or target_config.num_key_value_heads,
-        head_dim=head_dim or target_config.hidden_size // target_config.num_attention_heads,
+        head_dim=config.head_dim or target_head_dim(target_config),
         intermediate_size=config.intermediate_size or target_config.intermediate_size,
         num_captured_layers=config.num_captured_layers or config.num_layers,
         vocab_size=target_config.vocab_size,

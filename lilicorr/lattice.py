@@ -82,6 +82,15 @@ def oracle_prefix(token_ids: Tensor, labels: BlockLabels) -> tuple[Tensor, Tenso
     return matches.int().argmax(dim=-1), covered.int().cumprod(dim=-1).bool()
 
 
+def scores_along(anchor_scores: Tensor, pair_scores: Tensor, ranks: Tensor) -> Tensor:
+    """The scores of Eq. (2) in every slot, given the candidate `ranks` [N, S] of the slot before it: [N, S, K].
+
+    anchor_scores and pair_scores as `greedy_walk`; the last of the ranks leads nowhere.
+    """
+    index = ranks[:, :-1, None, None].expand(-1, -1, 1, pair_scores.shape[-1])
+    return torch.cat([anchor_scores[:, None], pair_scores.gather(2, index)[:, :, 0]], dim=1)
+
+
 def greedy_walk(anchor_scores: Tensor, pair_scores: Tensor) -> Tensor:
     """Eq. (8): commit each slot to the best continuation of the one before it.
 

@@ -246,6 +246,11 @@ def rope_theta(config: Any) -> float:
     return float(parameters.get("rope_theta") or getattr(config, "rope_theta", 10_000.0))
 
 
+def target_head_dim(config: Any) -> int:
+    """Width of an attention head of a transformers config, which not every family states."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def resolve_target(config: TargetConfig) -> str:
     """Folder or hub name of the target; makes the `random` and `smollm2` ones on first use.
 

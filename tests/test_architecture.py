@@ -66,7 +66,7 @@ ALLOWED = {
     "features": "blocks corpus target",
     "tracking": "provenance",
     "training": "anchors blocks checkpoint.* config corpus draft_model features folder losses provenance target",
-    "budget": "blocks config draft_model drafter losses",
+    "budget": "blocks config draft_model drafter losses target",
     # making answers, measuring
     "generator": "blocks chat config decode engine.* prompts target",
     "acceptance": "blocks",

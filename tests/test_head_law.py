@@ -23,8 +23,9 @@ from lilicorr.verify import Sampling, verify
 from test_drafter import make_shape
 from test_head_contract import FORMS
 from test_heads import SMALL
+from test_verify import DRAWS, VOCAB, frequencies, total_variation
 
-VOCAB, SLOTS, DRAWS, CHUNK = 12, 2, 400_000, 40_000
+SLOTS, CHUNK = 2, 40_000
 ANCHOR = 5
 
 
@@ -130,16 +131,6 @@ def drawn(form: str) -> tuple[Law, int, dict[str, Tensor]]:
     """A form's law, an anchor, and the draws behind it."""
     law = make_law(form)
     return law, ANCHOR, law.run(ANCHOR)
-
-
-def frequencies(*columns: Tensor) -> Tensor:
-    """Of 12 tokens, or of their pairs."""
-    index = sum(column * VOCAB**power for power, column in enumerate(reversed(columns)))
-    return torch.bincount(index, minlength=VOCAB ** len(columns)).double().view([VOCAB] * len(columns)) / len(index)
-
-
-def total_variation(first: Tensor, second: Tensor) -> float:
-    return 0.5 * float((first - second).abs().sum())
 
 
 def assert_frequency(hits: Tensor, probability: float) -> None:

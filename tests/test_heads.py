@@ -85,6 +85,19 @@ def test_scores_depend_on_the_whole_lattice_but_the_walk_is_pairwise():
     moved = DraftOutput(draft.anchor_ids, hidden, draft.logits, draft.anchor_context, draft.anchor_valid, draft.embed)
     after = head.scores(moved, candidates(moved, 4))[1]
     assert (before[0, 0] - after[0, 0]).abs().max() > 1e-6
+    # the walk sees of a slot's scores the row of what it committed before: others may be anything
+    draft, _ = make_blocks()
+    lattice = candidates(draft, 4)
+    anchor, pairs = head.scores(draft, lattice)
+    walked = lattice.token_ids == head.propose(draft).token_ids[..., None]
+    assert (walked.sum(-1) == 1).all()
+    ranks = walked.int().argmax(-1)
+    assert torch.equal(ranks[:, 0], anchor.argmax(-1))
+    others = torch.where(walked[:, :-1, :, None], pairs, 100 * torch.randn_like(pairs))
+    for slot in range(1, 5):
+        assert torch.equal(ranks[:, slot], pairs[range(7), slot - 1, ranks[:, slot - 1]].argmax(-1))
+    assert torch.equal(WALKS["greedy"](anchor, others), ranks)
+    assert not torch.equal(WALKS["exact"](anchor, others), ranks)
 
 
 def test_a_block_without_a_position_before_its_anchor_has_no_context():
@@ -105,16 +118,6 @@ def test_published_initialisation():
     for linear in (head.out_head, head.in_head, head.anchor_out_head):
         assert linear.weight.std().item() == pytest.approx(0.02, rel=0.1) and not linear.bias.any()
     assert head.layers[0].attn.in_proj_weight.std().item() > 0.05
-
-
-def test_no_gradient_through_the_candidates_embeddings():
-    head, (draft, labels) = make_head("lilicorr"), make_blocks()
-    embed = draft.embed.clone().requires_grad_()
-    draft = DraftOutput(
-        draft.anchor_ids, draft.hidden, draft.logits, draft.anchor_context, draft.anchor_valid, embed.detach()
-    )
-    total_loss(head.loss(draft, labels, 1.0)).backward()
-    assert embed.grad is None
 
 
 def test_an_uncovered_first_slot_leaves_the_head_without_signal():
@@ -252,7 +255,6 @@ def test_parameter_counts_of_the_paper(hidden, parameters):
     with torch.device("meta"):
         head = LiLiCorrHead(LiLiCorrConfig(), make_shape(hidden_size=hidden), spec)
     assert sum(p.numel() for p in head.parameters()) == parameters
-    assert len(head.state_dict()) == 46
 
 
 def test_the_token_projection_starts_at_the_scale_of_the_table():

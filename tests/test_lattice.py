@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from lilicorr.blocks import BlockLabels, DraftOutput, prefix_length
-from lilicorr.lattice import WALKS, candidates, exact_walk, greedy_walk, lookahead_walk, oracle_prefix
+from lilicorr.lattice import (
+    WALKS,
+    candidates,
+    exact_walk,
+    greedy_walk,
+    log_probs_at,
+    lookahead_walk,
+    oracle_prefix,
+    top_index,
+)
 
 
 def make_draft(logits: torch.Tensor, vocab_ids: torch.Tensor | None = None) -> DraftOutput:
@@ -67,9 +76,14 @@ def test_candidates_of_a_restricted_vocabulary_are_ids_of_the_target():
 
 
 def test_membership_has_no_gradient_and_the_log_probabilities_do():
+    """Of training's pair: the gradient is that of the candidates' log-probabilities, as if their ids were given."""
     logits = torch.randn(1, 2, 7, dtype=torch.float64, requires_grad=True)
-    candidates(make_draft(logits), 2).log_probs.sum().backward()
-    assert (logits.grad.abs() > 0).all()
+    index = top_index(logits, 2)
+    weights = torch.randn(1, 2, 2, dtype=torch.float64)
+    (weights * log_probs_at(logits, index)).sum().backward()
+    chosen = torch.zeros_like(logits).scatter(-1, index, weights)
+    assert torch.allclose(logits.grad, chosen - weights.sum(-1, keepdim=True) * logits.detach().softmax(-1))
+    assert not index.is_floating_point() and not index.requires_grad
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,20 @@ def test_penalty_is_the_target_cross_entropy_when_the_ground_truth_is_its_favour
     assert torch.allclose(first.grad, second.grad)
 
 
+def test_the_least_penalty_is_certainty_of_the_targets_favourite():
+    """Nothing for a head sure of a ground truth that the target likes best; for one sure of another, its shortfall."""
+    target_logits = torch.tensor([[[0.5, 4.0, -2.0]]], dtype=torch.float64)
+    certain = 1000.0 * torch.eye(3, dtype=torch.float64)
+
+    def penalty(scores: torch.Tensor, gold: int) -> float:
+        one = torch.tensor([[True]])
+        return mean(distractor_penalty(scores[None, None], target_logits, torch.tensor([[gold]]), one, 1.0))
+
+    assert [penalty(certain[rank], 1) for rank in range(3)] == [3.5, 0.0, 6.0]
+    assert penalty(SCORES[0, 0], 1) > 0  # not sure enough
+    assert [penalty(certain[rank], 0) for rank in range(3)] == [0.0, 0.0, 2.5]  # the ground truth is no favourite
+
+
 def test_acceptance_weights_by_hand():
     """D-PACE: q = 1/2 p + 1/2; w_s is the sum over the slots from s on of the product of q up to there."""
     log_probs = torch.tensor([[0.5, 0.0, 1.0], [1.0, 0.2, 0.6]], dtype=torch.float64).log()

@@ -1,5 +1,7 @@
 """The target: captured layers, cache rollback, mask token and loading faults."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -7,7 +9,14 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from lilicorr.config import TargetConfig
-from lilicorr.target import Target, default_layer_ids, load_target, resolve_mask_token, resolve_target
+from lilicorr.target import (
+    Target,
+    default_layer_ids,
+    load_target,
+    resolve_mask_token,
+    resolve_target,
+    target_head_dim,
+)
 from lilicorr.tiny import byte_tokenizer
 
 
@@ -123,3 +132,9 @@ def test_a_target_whose_logits_are_something_else_is_refused(tiny_target, change
     change(tiny_target.model)
     with pytest.raises(ValueError, match=message):
         Target(tiny_target.model, None, (1,), 66)
+
+
+def test_the_width_of_an_attention_head_is_stated_or_follows_from_the_others():
+    sizes = dict(hidden_size=32, num_attention_heads=4)
+    configs = [SimpleNamespace(**sizes, **more) for more in ({}, {"head_dim": None}, {"head_dim": 16})]
+    assert [target_head_dim(config) for config in configs] == [8, 8, 16]

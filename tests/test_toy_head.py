@@ -13,6 +13,8 @@ from fastapi.testclient import TestClient
 
 from lilicorr.blocks import BlockLabels, BlockSpec, DraftOutput, LossTerm, Proposal
 from lilicorr.checkpoint import load_draft_model, save_draft_model
+from lilicorr.checkpoint.__main__ import inspect
+from lilicorr.checkpoint.card import CARD
 from lilicorr.config import EngineConfig, RunConfig
 from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.draft_model import DraftModel
@@ -43,7 +45,13 @@ class ToyHead(Head):
     """The argmax of the drafter's logits plus one learned vector."""
 
     Config = ToyConfig
-    format = HeadFormat("ToyDraftModel", prefix="toy.", tensors=("toy.",), config_fields={"toy_scale": "scale"})
+    format = HeadFormat(
+        "ToyDraftModel",
+        prefix="toy.",
+        tensors=("toy.",),
+        config_fields={"toy_scale": "scale"},
+        candidates_field="toy_topk",
+    )
 
     def __init__(self, config: ToyConfig, shape: Any, spec: BlockSpec) -> None:
         super().__init__(config, shape, spec)
@@ -75,6 +83,8 @@ def test_a_head_takes_one_class_and_one_line(
     save_draft_model(tmp_path / "final", model, {}, "float32")
     loaded = load_draft_model(tmp_path / "final", target)
     assert loaded.head_name == "toy" and torch.equal(loaded.head.bias, model.head.bias)
+    assert inspect(tmp_path / "final")["candidates"] == loaded.spec.num_candidates == 4
+    assert "| candidates | 4 |" in (tmp_path / "final" / CARD).read_text()
     with pytest.raises(ValueError, match="head_config.scale = 2.0, but it was trained with 1.0"):
         load_draft_model(tmp_path / "final", target, head_config={"scale": 2.0})
     prompt = [3, 14, 15]

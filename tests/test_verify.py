@@ -60,8 +60,10 @@ def random_logits(*shape: int, seed: int = 0) -> Tensor:
     return 1.5 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def frequencies(ids: Tensor) -> Tensor:
-    return torch.bincount(ids, minlength=VOCAB).double() / len(ids)
+def frequencies(*columns: Tensor) -> Tensor:
+    """Of the tokens, or of their pairs."""
+    index = sum(column * VOCAB**power for power, column in enumerate(reversed(columns)))
+    return torch.bincount(index, minlength=VOCAB ** len(columns)).double().view([VOCAB] * len(columns)) / len(index)
 
 
 def total_variation(first: Tensor, second: Tensor) -> float:

@@ -29,6 +29,7 @@ from lilicorr.checkpoint.format import FORMATS, NATIVE, SPECULATORS, TABLES, pro
 from lilicorr.checkpoint.hub import push_to_hub
 from lilicorr.checkpoint.store import CONFIG, Checkpoint, read_checkpoint, read_tensors, write_checkpoint
 from lilicorr.config import TARGET_DTYPES, TargetConfig
+from lilicorr.heads import HEADS
 from lilicorr.target import Target, load_target
 
 
@@ -42,7 +43,7 @@ def inspect(folder: Path, target: Target | None = None) -> dict[str, Any]:
     return {
         "head": f"{description.head} {description.head_config or ''}".strip(),
         "blocks": f"{spec.layout}, block size {spec.block_size}, drafted width {spec.num_slots}",
-        "candidates": spec.num_candidates if description.head == "lilicorr" else "none",
+        "candidates": spec.num_candidates if HEADS[description.head].format.candidates_field else "none",
         "mask token": spec.mask_token_id,
         "captured layers": f"{list(spec.target_layer_ids)} of the target's {shape.num_target_layers}",
         "drafter": f"{shape.num_layers} layers, width {shape.hidden_size}, {shape.num_heads} heads, "

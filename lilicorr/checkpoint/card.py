@@ -17,6 +17,7 @@ from lilicorr.blocks import ANCHOR_FIRST
 from lilicorr.checkpoint.description import Description, target_of
 from lilicorr.checkpoint.field import object_at, read_json
 from lilicorr.checkpoint.format import problem, with_tables
+from lilicorr.heads import HEADS
 
 CARD = "README.md"
 METHODS = {"argmax": "DFlash", "domino": "Domino", "dspark": "DSpark", "lilicorr": "LiLiCorr"}
@@ -76,7 +77,7 @@ def _facts(description: Description, info: dict[str, Any]) -> dict[str, Any]:
         "block layout": LAYOUTS[spec.layout == ANCHOR_FIRST],
         "block size": spec.block_size,
         "drafted width": f"{spec.num_slots} tokens a block",
-        "candidates": spec.num_candidates if description.head == "lilicorr" else None,
+        "candidates": spec.num_candidates if HEADS[description.head].format.candidates_field else None,
         "drafter": f"{shape.num_layers} layers, width {shape.hidden_size}, {description.dtype}",
         "vocabulary": f"{shape.vocab_size}" + ("" if drafts is None else f", of which {drafts} are drafted"),
         "target": target.get("source"),

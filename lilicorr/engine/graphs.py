@@ -106,6 +106,6 @@ def next_size(count: int, sizes: list[int]) -> int:
     return sizes[bisect_left(sizes, count)]
 
 
-def fill(rows: list[int], size: int, dummy: int) -> list[int]:
-    """`rows` with the dummy row behind them."""
-    return rows + (size - len(rows)) * [dummy]
+def fill(values: list[int], size: int, padding: int) -> list[int]:
+    """`values` up to `size` of them, with `padding` behind them: rows with the dummy row, lists of tokens with a 0."""
+    return values + (size - len(values)) * [padding]

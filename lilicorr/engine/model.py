@@ -27,7 +27,7 @@ from lilicorr.engine.pages import PAGE_SIZE
 from lilicorr.engine.trim import Packing
 from lilicorr.kernels.attention import Reading, check_width, paged_attention, plan_reading
 from lilicorr.kernels.norm_rope import Writing, norm_rope, plan_writing, rope_tables
-from lilicorr.target import Target, TargetOutput
+from lilicorr.target import Target, TargetOutput, target_head_dim
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the others change with the length of the sequence
@@ -233,10 +233,8 @@ class PagedDrafter:
         unit = torch.arange(shape.head_dim, device=weights.device).lt(shape.head_dim // 2).to(kind)
         positions = torch.arange(num_positions, device=weights.device)
         rotated = drafter.layers[0].self_attn.rotary(unit.expand(len(positions), -1), positions)
-        cos, sin = (
-            part.contiguous() for part in rotated.chunk(2, dim=-1)
-        )  # a kernel reads both as tables of their own
-        self.rope = (cos, sin)
+        cos, sin = rotated.chunk(2, dim=-1)
+        self.rope = (cos.contiguous(), sin.contiguous())  # the kernel reads them as two tables
 
     @property
     def head(self) -> Any:
@@ -291,11 +289,6 @@ def num_pages_in(gib: float | None, target: Target, draft_model: DraftModel | No
     if num_pages < 1:
         raise ValueError(f"kv_gib must hold a page of {page_bytes} bytes, got {gib:.3g}")
     return num_pages
-
-
-def target_head_dim(config: Any) -> int:
-    """Width of an attention head of a transformers config."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _check_family(config: Any) -> None:

@@ -2,7 +2,7 @@
 
 Place in the flow: `scores` is the network (section 3.2, Appendix A), `propose` walks over its scores (section
 3.5), `loss` is the objective of Eq. (7) with the margin of Appendix G. Parameter names and initialisation are
-those of the published training code, so that checkpoints load in the public servers.
+those of the published training code; `format` translates the names for the public servers when a checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from lilicorr.lattice import (
     candidates,
     log_probs_at,
     oracle_prefix,
+    scores_along,
     top_index,
 )
 from lilicorr.losses import (
@@ -251,7 +252,7 @@ class LiLiCorrHead(Head):
         gold_rank, supervised = oracle_prefix(lattice.token_ids, labels)
         full = labels.valid.all(dim=-1)
         chosen = supervised & full[:, None] if config.full_blocks_only else supervised
-        scores = self._teacher_forced(anchor_scores, pair_scores, gold_rank)
+        scores = scores_along(anchor_scores, pair_scores, gold_rank)
         target_logits = labels.target_logits_at(lattice.token_ids)
         ramp = min(1.0, progress / config.ramp_fraction) if config.ramp_fraction else 1.0
         weight = ramp * config.head_weight
@@ -265,12 +266,6 @@ class LiLiCorrHead(Head):
         }
         return terms | self._diagnostics(lattice, anchor_scores, pair_scores, labels, supervised, full)
 
-    @staticmethod
-    def _teacher_forced(anchor_scores: Tensor, pair_scores: Tensor, gold_rank: Tensor) -> Tensor:
-        """Eq. (2) given the ground-truth predecessor: scores [N, S, K]."""
-        index = gold_rank[:, :-1, None, None].expand(-1, -1, 1, pair_scores.shape[-1])
-        return torch.cat([anchor_scores[:, None], pair_scores.gather(2, index)[:, :, 0]], dim=1)
-
     def _diagnostics(
         self,
         lattice: Lattice,
@@ -280,7 +275,7 @@ class LiLiCorrHead(Head):
         supervised: Tensor,
         full: Tensor,
     ) -> dict[str, LossTerm]:
-        """Of blocks that have every label: mean prefixes, the share begun wrong, and the spread of the scores.
+        """Mean prefixes and the share begun wrong, of blocks that have every label; the spread of all blocks' scores.
 
         The spread is 0 when the head has collapsed, see `tracking.alarm`.
         """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lilicorr.blocks import full_precision, wide
 from lilicorr.kernels.language import jit, next_power, tl
-from lilicorr.lattice import WALKS
+from lilicorr.lattice import WALKS, scores_along
 
 KERNEL_WALKS = ("greedy", "exact")
 VECTOR_BLOCK = 64  # entries of the vectors in one product
@@ -33,8 +33,7 @@ def match_scores(start: Tensor, out: Tensor, into: Tensor, scale: float, eps: fl
 
 def step_confidence(anchor_scores: Tensor, pair_scores: Tensor, ranks: Tensor) -> Tensor:
     """Softmax probability [N, S] of each chosen candidate among those that could follow the one before it."""
-    index = ranks[:, :-1, None, None].expand(-1, -1, 1, pair_scores.shape[-1])
-    followed = torch.cat([anchor_scores[:, None], pair_scores.gather(2, index)[:, :, 0]], dim=1)
+    followed = scores_along(anchor_scores, pair_scores, ranks)
     return followed.softmax(dim=-1).gather(-1, ranks[..., None])[..., 0]
 
 

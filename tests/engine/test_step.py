@@ -103,23 +103,3 @@ def test_captured_steps_decode_what_the_reference_decodes(head: str | None) -> N
     engine = toy_engine(target, draft_model)
     engine.warm_up()
     assert {name: runs_of(chunks) for name, chunks in run_all(engine, requests).items()} == expected
-
-
-def test_the_step_never_looks_at_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would make the host wait for the device, and break a captured graph, outside the references of kernels."""
-    engine = started("argmax")
-    step, seen = engine._step, []
-
-    def look(self: torch.Tensor, *_: object) -> None:
-        seen.append(self.shape)
-        raise AssertionError("the step reads a tensor on the host")
-
-    monkeypatch.setattr("lilicorr.engine.model.paged_attention", lambda queries, *_, **__: queries)
-    monkeypatch.setattr("lilicorr.engine.model.norm_rope", lambda queries, *_: queries)
-    monkeypatch.setattr("lilicorr.logprobs.topk_lse", lambda rows, k: (rows[:, :k], rows[:, :k].long(), rows[:, 0]))
-    for name in ("plan_reading", "plan_writing"):
-        monkeypatch.setattr(f"lilicorr.engine.model.{name}", lambda *_: None)
-    for name in ("item", "tolist", "__bool__", "__int__", "__index__", "nonzero"):
-        monkeypatch.setattr(torch.Tensor, name, look)
-    step.decode(torch.zeros(2, dtype=torch.int64), 4, Mix(sampled=True, filtered=False))
-    assert seen == []

@@ -73,10 +73,11 @@ def test_a_draft_vocabulary(head: str) -> None:
     assert len(drafted) > 1 and drafted <= set(ids.tolist())
 
 
+@pytest.mark.parametrize("mix", [Mix(filtered=False), Mix(filtered=True)], ids=["unfiltered", "filtered"])
 @pytest.mark.parametrize("width", [None, 2])
 @pytest.mark.parametrize("head", HEADS)
 def test_the_step_of_every_head_never_looks_at_a_value(
-    head: str, width: int | None, monkeypatch: pytest.MonkeyPatch
+    head: str, width: int | None, mix: Mix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What would make the host wait for the device, and break a captured graph; the references of kernels may look."""
     target = toys.toy_target(vocab=67)
@@ -102,5 +103,5 @@ def test_the_step_of_every_head_never_looks_at_a_value(
         monkeypatch.setattr(f"lilicorr.{module}.topk_lse", top)
     for name in ("item", "tolist", "__bool__", "__int__", "__index__", "nonzero"):
         monkeypatch.setattr(torch.Tensor, name, look)
-    step.decode(torch.arange(2), 4, Mix(sampled=True, filtered=False), width)
+    step.decode(torch.arange(2), 4, mix, width)
     assert seen == []
