@@ -34,12 +34,17 @@ def load(target: Path) -> Target:
 
 
 def save_random_checkpoint(
-    folder: Path, target: Path, seed: int, head: str = "lilicorr", settings: dict[str, Any] = HEAD
+    folder: Path,
+    target: Path,
+    seed: int,
+    head: str = "lilicorr",
+    settings: dict[str, Any] = HEAD,
+    drafter: DrafterConfig = DRAFTER,
 ) -> None:
     loaded = load(target)
     torch.manual_seed(seed)
-    shape = drafter_shape(DRAFTER, loaded.config)
-    spec = block_spec(DRAFTER, loaded.config, loaded.mask_token_id, HEADS[head].layouts[0])
+    shape = drafter_shape(drafter, loaded.config)
+    spec = block_spec(drafter, loaded.config, loaded.mask_token_id, HEADS[head].layouts[0])
     draft_model = build_draft_model(shape, spec, head, settings, loaded)
     save_draft_model(folder, draft_model, {}, dtype="float32")
 

@@ -16,6 +16,7 @@ from serve_app.operations import Operations
 from serve_app.peers import Ask, Peers
 from serve_app.recorder import HISTOGRAMS, Histogram
 from serve_app.replica import Replica, Snapshot
+from serve_app.served_model import ServedModel
 
 ADMIN_KEY = b"a key for the tests"
 SNAPSHOT = Snapshot(
@@ -107,9 +108,22 @@ def operated_app(
 ) -> tuple[FastAPI, Replica]:
     """The API with the operator's routes; close the replica afterwards."""
     app, replica = make_app(engine, limits=limits)
+    add_operations(app, echo_model(), replica, engine.max_running, ask, serve, admin_key)
+    return app, replica
+
+
+def add_operations(
+    app: FastAPI,
+    model: ServedModel,
+    replica: Replica,
+    num_rows: int,
+    ask: Ask | None = None,
+    serve: FakeServe | None = None,
+    admin_key: bytes | None = None,
+) -> None:
+    """Add the operator's routes of a replica with so many rows."""
 
     def own() -> Report:
-        return Report("own", time.time(), engine.max_running, replica.snapshot(), replica.recorder.histograms())
+        return Report("own", time.time(), num_rows, replica.snapshot(), replica.recorder.histograms())
 
-    Operations(echo_model(), replica, Peers(own, ask), serve, admin_key).add_to(app)
-    return app, replica
+    Operations(model, replica, Peers(own, ask), serve, admin_key).add_to(app)
