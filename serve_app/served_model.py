@@ -21,7 +21,8 @@ from lilicorr.chat import render_prompt
 from lilicorr.checkpoint import captured_layers, load_draft_model
 from lilicorr.config import TargetConfig, YarnConfig, from_dict
 from lilicorr.decode import SamplingParams
-from lilicorr.engine.engine import Counters, Engine
+from lilicorr.engine.counters import Counters
+from lilicorr.engine.engine import Engine
 from lilicorr.engine.pages import PAGE_SIZE
 from lilicorr.provenance import sha256_tree
 from lilicorr.target import Target, load_target

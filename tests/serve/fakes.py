@@ -19,7 +19,7 @@ from fastapi.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
 from lilicorr.decode import SamplingParams
-from lilicorr.engine.engine import Counters
+from lilicorr.engine.counters import Counters
 from lilicorr.engine.pages import PagePool
 from lilicorr.engine.request import Request, TokenChunk
 from lilicorr.logprobs import TokenLogprobs
@@ -70,7 +70,10 @@ class EchoEngine:
         self.num_open = 0  # with a row
         self.counters = Counters(accepted_at=max(NUM_SLOTS, block - 1) * [0])
         self.pool = PagePool(10)
-        self.scheduler = SimpleNamespace(running=[], waiting=[], num_preemptions=0, num_cached_tokens=0)
+        rows: list[_Echo] = []  # all of them decode
+        self.scheduler = SimpleNamespace(
+            running=rows, decoding=rows, waiting=[], num_preemptions=0, num_cached_tokens=0
+        )
 
     @property
     def params(self) -> list[SamplingParams]:

@@ -21,6 +21,7 @@ from serve_app.served_model import ServedModel
 ADMIN_KEY = b"a key for the tests"
 SNAPSHOT = Snapshot(
     running=3,
+    decoding=2,
     waiting=2,
     waiting_tokens=70,
     total_pages=10,
@@ -35,6 +36,7 @@ SNAPSHOT = Snapshot(
     num_drafts=29,
     num_drafted=145,
     accepted_at=(25, 20, 15, 0, 0),
+    stage_seconds=(0.5, 1.0, 4.0, 0.25),
     num_finished={"stop": 4, "abort": 1},
 )
 
