@@ -27,7 +27,7 @@ from serve_app.operations import Operations, read_admin_key
 from serve_app.peers import Peers, Plain
 from serve_app.replica import Replica
 from serve_app.scale import DEPLOYMENT
-from serve_app.served_model import open_model
+from serve_app.served_model import check_weights, open_model
 
 DRAIN_S = 600.0
 RETRY_AFTER_S = 5.0  # after a refusal of the proxy, whose queue fills while no replica runs
@@ -92,7 +92,11 @@ class Endpoint:
 
 
 def build_app(args: AppArgs) -> serve.Application:
-    """The application for `serve.run` or a Serve config's `import_path: serve_app.app:build_app`."""
+    """The application for `serve.run` or a Serve config's `import_path: serve_app.app:build_app`.
+
+    Raises ValueError for a checkpoint that was not made for the target: Serve then leaves what runs as it is.
+    """
+    check_weights(args)
     deployment = Endpoint.options(
         num_replicas=args.num_replicas,
         ray_actor_options={"num_cpus": args.cpus, "num_gpus": args.gpus},

@@ -58,17 +58,24 @@ def free_port() -> int:
     return port
 
 
-@contextmanager
-def serving(target: Path, checkpoint: Path, **arguments: Any) -> Iterator[str]:
-    """The real application on the Ray instance of this process, under the name `tiny`; yields its URL."""
+def deploy(target: Path, checkpoint: Path, **arguments: Any) -> None:
+    """Make the real application what Serve runs, under the name `tiny`, and wait until all of it is of this kind."""
     from ray import serve
 
     from serve_app.app import AppArgs, build_app
 
+    args = AppArgs(checkpoint=str(checkpoint), target=str(target), model_name="tiny", cpus=0.5, **arguments)
+    serve.run(build_app(args), name="lilicorr", route_prefix="/", external_scaler_enabled=True)
+
+
+@contextmanager
+def serving(target: Path, checkpoint: Path, **arguments: Any) -> Iterator[str]:
+    """The application on the Ray instance of this process; yields its URL."""
+    from ray import serve
+
     port = free_port()
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    args = AppArgs(checkpoint=str(checkpoint), target=str(target), model_name="tiny", cpus=0.5, **arguments)
-    serve.run(build_app(args), name="lilicorr", route_prefix="/")
+    deploy(target, checkpoint, **arguments)
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
 
