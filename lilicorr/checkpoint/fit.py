@@ -1,4 +1,4 @@
-"""Whether a checkpoint was made for a target, by their configurations alone: no weights are read.
+"""Whether a checkpoint was made for a target, by their configurations alone, and who reads it as it stands.
 
 Place in the flow: the endpoint asks before it stops or starts a replica. What weights alone can show, names and shapes
 of tensors and copies of the target's tables, `store.load_draft_model` holds against the loaded target.
@@ -9,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from lilicorr.checkpoint.description import check_target, target_of
-from lilicorr.checkpoint.store import CONFIG, INFO, read_fields
+from lilicorr.checkpoint.field import read_json
+from lilicorr.checkpoint.format import spelled_as
+from lilicorr.checkpoint.store import CONFIG, INFO, Checkpoint, read_fields, read_tensors
 from lilicorr.config import TargetConfig
 from lilicorr.target import model_config
 
@@ -37,3 +39,10 @@ def check_fits(folder: Path, target: TargetConfig) -> None:
             f"{folder / INFO}: target.source is {source}, the target is {target.source}; "
             "one of the same weights under another name can be given as the folder of its files"
         )
+
+
+def readers_of(folder: Path, checkpoint: Checkpoint) -> list[str]:
+    """The formats whose readers take the folder of `checkpoint` as it stands."""
+    names = {name.removeprefix("model.") for name in read_tensors(folder)}
+    fields = read_json(Path(folder) / CONFIG)
+    return spelled_as(fields, names, checkpoint.tensors, checkpoint.description, checkpoint.info)
