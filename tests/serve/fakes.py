@@ -16,6 +16,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerFast
 
 from lilicorr.decode import SamplingParams
@@ -200,7 +201,7 @@ def echo_model() -> ServedModel:
 
 
 @contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
+def listening(app: ASGIApp) -> Iterator[str]:
     """Serve `app` on a free port of 127.0.0.1; yields its URL."""
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none"))
     thread = threading.Thread(target=server.run, daemon=True)
