@@ -8,7 +8,7 @@
 # make test-interop          other projects' code on checkpoints written here, in .venv-interop; also those of runs/tiny and
 #                            runs/demo where they are trained
 #
-# make test-clients          programs that talk to an endpoint (langchain, llm, litellm, lm-eval, locust, ...), in .venv-clients
+# make test-clients          programs that talk to an endpoint (langchain, llm, lm-eval, guidellm, ...), in .venv-clients
 #
 # PYTHON     the Python (3.11 or newer) that .venv is made of, e.g. python3.12; on Debian and Ubuntu with python3-venv
 # TORCH      installed first on a machine without an NVIDIA GPU; name a CPU build if your index has one
@@ -28,7 +28,8 @@ VLLM_VENV := .venv-vllm
 INTEROP_VENV := .venv-interop
 CLIENTS_VENV := .venv-clients
 PEERS := dflash==0.1.0 speculators==0.9.0 sglang==0.5.23 vllm==0.33.0
-CLIENTS := langchain-openai==1.7.4 instructor==1.17.0 llm==0.36 litellm==1.110.2 locust==2.47.0 "lm-eval[api]==0.4.13"
+CLIENTS := langchain-openai==1.7.4 instructor==1.17.0 llm==0.36 litellm==1.110.2 locust==2.47.0 "lm-eval[api]==0.4.13" \
+	guidellm==0.8.1 schemathesis==4.32.5
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 comma := ,
 

@@ -27,13 +27,14 @@ from serve_app.operations import Operations, read_admin_key
 from serve_app.peers import Peers, Plain
 from serve_app.replica import Replica
 from serve_app.scale import DEPLOYMENT
-from serve_app.served_model import open_model
+from serve_app.served_model import check_weights, open_model
+from serve_app.vllm_backend import VLLMEndpoint, serve_arguments
 
 DRAIN_S = 600.0
 RETRY_AFTER_S = 5.0  # after a refusal of the proxy, whose queue fills while no replica runs
 
 
-@serve.deployment(
+deployed = serve.deployment(
     name=DEPLOYMENT,
     graceful_shutdown_timeout_s=DRAIN_S,
     health_check_period_s=10,
@@ -41,6 +42,9 @@ RETRY_AFTER_S = 5.0  # after a refusal of the proxy, whose queue fills while no 
     max_constructor_retry_count=3,
     backpressure_config=BackpressureConfig(status_code=503, retry_after_s=RETRY_AFTER_S),
 )
+
+
+@deployed
 @serve.ingress()
 class Endpoint:
     """A replica: target, draft model, decoding thread and the HTTP side."""
@@ -92,8 +96,16 @@ class Endpoint:
 
 
 def build_app(args: AppArgs) -> serve.Application:
-    """The application for `serve.run` or a Serve config's `import_path: serve_app.app:build_app`."""
-    deployment = Endpoint.options(
+    """The application for `serve.run` or a Serve config's `import_path: serve_app.app:build_app`.
+
+    Raises ValueError for a checkpoint that was not made for the target: Serve then leaves what runs as it is.
+    """
+    if args.backend == "vllm":
+        serve_arguments(args)
+    else:
+        check_weights(args)
+    chosen = deployed(VLLMEndpoint) if args.backend == "vllm" else Endpoint
+    deployment = chosen.options(
         num_replicas=args.num_replicas,
         ray_actor_options={"num_cpus": args.cpus, "num_gpus": args.gpus},
         max_ongoing_requests=args.max_ongoing_requests,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -27,12 +27,26 @@ def _object(value: Any) -> Any:
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_object)]
 OptionalJsonObject = Annotated[dict[str, Any] | None, BeforeValidator(_object)]
 
+# What is no setting of vLLM's, and what of vLLM's settings other arguments say.
+OURS_ALONE = ("yarn", "max_queue", "max_body_bytes", "stall_s", "admin_key_file")
+OUTSIDE_OF_ENGINE = {
+    "model": "set target",
+    "revision": "set target_revision",
+    "served_model_name": "set model_name",
+    "dtype": "set target_dtype",
+    "max_model_len": "set max_model_len",
+    "speculative_config": "it follows from checkpoint",
+    "distributed_executor_backend": "a replica's GPUs are on one node",
+    "api_key": "set api_key_file",
+}
+
 
 class AppArgs(BaseModel):
     """Arguments of the application, as they stand under `args` of a Serve config."""
 
     model_config = ConfigDict(extra="forbid")
 
+    backend: Literal["lilicorr", "vllm"] = "lilicorr"  # whose engine decodes: ours, or vLLM as it is (`vllm_backend`)
     checkpoint: str  # folder of a draft model, the same on every node
     target: str = "embedded"  # as `target.source` of a profile
     target_revision: str | None = None
@@ -42,7 +56,7 @@ class AppArgs(BaseModel):
     model_name: str = "lilicorr"
     yarn: OptionalJsonObject = None  # of the drafter, as `deploy.yarn` of a profile
     max_model_len: int | None = None  # prompt and answer together; None: the target's context
-    engine: JsonObject = {}  # the other fields of `lilicorr.config.EngineConfig`: max_running, num_pages, ...
+    engine: JsonObject = {}  # other fields of `lilicorr.config.EngineConfig` (max_running, ...), or arguments of vLLM
     num_replicas: int = Field(1, ge=1)
     gpus: float = Field(0.0, ge=0)  # per replica; 0 decodes on the CPU
     cpus: float = Field(1.0, ge=0)
@@ -68,10 +82,29 @@ class AppArgs(BaseModel):
         return self.engine_config.max_running + self.max_queue
 
     @model_validator(mode="after")
-    def _room_for_refusals(self) -> AppArgs:
-        if self.max_requests >= self.max_ongoing_requests:
+    def _fits_the_backend(self) -> AppArgs:
+        if self.backend == "vllm":
+            self._check_for_vllm()
+        elif self.max_requests >= self.max_ongoing_requests:
             raise ValueError(
                 f"engine.max_running + max_queue = {self.max_requests} must be below max_ongoing_requests = "
                 f"{self.max_ongoing_requests}: what exceeds the queue has to reach the replica to be answered 429"
             )
         return self
+
+    def _check_for_vllm(self) -> None:
+        for name in OURS_ALONE:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no effect with backend vllm: leave it out, got {getattr(self, name)!r}")
+        if self.gpus < 1 or self.gpus % 1:
+            raise ValueError(f"gpus must be a whole number of at least 1 with backend vllm, got {self.gpus}")
+        for name, value in self.engine.items():
+            if name in OUTSIDE_OF_ENGINE:
+                raise ValueError(f"engine.{name} stands outside of engine: {OUTSIDE_OF_ENGINE[name]}")
+            if not isinstance(value, str | int | float | dict):
+                raise ValueError(f"engine.{name} must be a text, a number, a bool or an object, got {value!r}")
+        sizes = self.engine.get("tensor_parallel_size", int(self.gpus)), self.engine.get("pipeline_parallel_size", 1)
+        if not all(type(size) is int for size in sizes) or sizes[0] * sizes[1] != self.gpus:
+            raise ValueError(
+                f"engine.tensor_parallel_size * engine.pipeline_parallel_size must be gpus = {self.gpus:g}, got {sizes}"
+            )

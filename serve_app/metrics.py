@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from lilicorr.engine.counters import STAGES
 from serve_app.recorder import HISTOGRAMS, Histogram
 from serve_app.replica import Snapshot
 
@@ -35,6 +36,7 @@ GAUGES = {
     "vllm:kv_cache_usage_perc": "Share of the pages that requests hold, 0 to 1.",
     "lilicorr:waiting_tokens": "Prompt tokens of the requests that wait.",
     "lilicorr:rows": "Rows of the running batch.",
+    "lilicorr:rows_decoding": "Rows whose prompt is prefilled.",
     "lilicorr:pages": "Pages of 64 positions in the pool.",
     "lilicorr:pages_free": "Pages a request could get; cached ones are among them.",
     "lilicorr:replica_up": "1 while the replica reports, 0 for one that has gone: only its counters still stand here.",
@@ -51,6 +53,7 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": "Drafts that became part of an answer.",
     "vllm:spec_decode_num_accepted_tokens_per_pos{position}": "The same by slot; position 0 is the paper's slot 1.",
     "lilicorr:steps": "Steps of the engine.",
+    "lilicorr:stage_seconds{stage}": "Time of the decoding thread at each stage of its steps.",
     "lilicorr:prefill_tokens": "Positions prefilled: prompt tokens without the cached ones.",
     "lilicorr:blocks": "Blocks verified.",
     "lilicorr:block_tokens": "Tokens these blocks added to answers, bonus tokens included.",
@@ -101,6 +104,7 @@ def gauges(report: Report) -> dict[str, float]:
         "vllm:kv_cache_usage_perc": kv_usage(state),
         "lilicorr:waiting_tokens": state.waiting_tokens,
         "lilicorr:rows": report.rows,
+        "lilicorr:rows_decoding": state.decoding,
         "lilicorr:pages": state.total_pages,
         "lilicorr:pages_free": state.free_pages,
         "lilicorr:replica_up": 1,
@@ -124,6 +128,7 @@ def counters(report: Report) -> dict[str, float | dict[str, float]]:
             str(slot): count for slot, count in enumerate(state.accepted_at)
         },
         "lilicorr:steps": state.num_steps,
+        "lilicorr:stage_seconds{stage}": dict(zip(STAGES, state.stage_seconds)),
         "lilicorr:prefill_tokens": state.num_prompt_tokens,
         "lilicorr:blocks": state.num_blocks,
         "lilicorr:block_tokens": state.num_block_tokens,

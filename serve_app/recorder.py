@@ -17,6 +17,7 @@ from lilicorr.engine.request import Request, TokenChunk
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 SHORT_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.07, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 24, 32)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000)
 
 # name in the exposition -> what it is, upper bounds of its buckets
@@ -32,6 +33,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "vllm:request_generation_tokens": ("Tokens of an answer.", TOKENS),
     "vllm:iteration_tokens_total": ("Tokens a step added to answers.", TOKENS),
     "lilicorr:step_seconds": ("One step of the engine.", SHORT_SECONDS),
+    "lilicorr:verify_len": ("Positions of a block that the target ran: the anchor and the drafts tested.", LENGTHS),
 }
 
 
@@ -125,6 +127,7 @@ class Recorder:
                 self._observe("vllm:request_prefill_time_seconds", now - life.admitted)
         else:
             self._observe("vllm:inter_token_latency_seconds", now - life.last)
+            self._observe("lilicorr:verify_len", chunk.num_drafted + 1)
         life.last = now
         life.num_tokens += len(chunk.token_ids)
 

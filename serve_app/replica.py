@@ -36,6 +36,7 @@ class Snapshot:
     """
 
     running: int = 0  # requests that have a row
+    decoding: int = 0  # of these, past their prefill
     waiting: int = 0  # requests that have none
     waiting_tokens: int = 0  # of their prompts, one of several answers once
     total_pages: int = 0
@@ -50,6 +51,7 @@ class Snapshot:
     num_drafts: int = 0  # blocks with at least one draft
     num_drafted: int = 0  # drafts put to the test
     accepted_at: tuple[int, ...] = ()  # [S] blocks whose slot was accepted
+    stage_seconds: tuple[float, ...] = ()  # of `counters.STAGES`: the decoding thread's time
     num_finished: Mapping[str, int] = field(default_factory=dict)  # requests by their end: stop, length, error, abort
 
     @property
@@ -277,6 +279,7 @@ class Replica:
         prompts = {id(progress.request.prompt_ids): progress.num_to_prefill for progress in scheduler.waiting}
         return Snapshot(
             running=len(scheduler.running),
+            decoding=len(scheduler.decoding),
             waiting=len(scheduler.waiting),
             waiting_tokens=sum(prompts.values()),
             total_pages=pool.num_pages,
@@ -291,6 +294,7 @@ class Replica:
             num_drafts=self._num_drafts,
             num_drafted=counters.num_drafted,
             accepted_at=tuple(counters.accepted_at),
+            stage_seconds=tuple(counters.stage_seconds),
             num_finished=dict(self._finished),
         )
 

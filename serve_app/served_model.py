@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from lilicorr.chat import render_prompt
-from lilicorr.checkpoint import captured_layers, load_draft_model
+from lilicorr.checkpoint import captured_layers, check_fits, load_draft_model
 from lilicorr.config import TargetConfig, YarnConfig, from_dict
 from lilicorr.decode import SamplingParams
-from lilicorr.engine.engine import Counters, Engine
+from lilicorr.engine.counters import Counters
+from lilicorr.engine.engine import Engine
 from lilicorr.engine.pages import PAGE_SIZE
 from lilicorr.provenance import sha256_tree
-from lilicorr.target import Target, load_target
+from lilicorr.target import load_target
 from serve_app.args import AppArgs
 from serve_app.detokenize import token_table
 
@@ -69,6 +70,18 @@ class ServedModel:
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, finish)
 
 
+def check_weights(args: AppArgs) -> tuple[TargetConfig, tuple[int, ...]]:
+    """The target to load, and its layers that the draft model reads, without loading any weights.
+
+    Raises ValueError that names the field for a checkpoint that is none or was not made for the target.
+    """
+    folder = Path(args.checkpoint)
+    layer_ids = captured_layers(folder)
+    config = TargetConfig(args.target, args.target_revision, args.target_dtype, args.mask_token_id)
+    check_fits(folder, config)
+    return config, layer_ids
+
+
 def open_model(args: AppArgs) -> tuple[ServedModel, Engine]:
     """Load target and draft model, put them behind an engine, and decode a few tokens with it.
 
@@ -76,7 +89,8 @@ def open_model(args: AppArgs) -> tuple[ServedModel, Engine]:
 
     Raises ValueError for a checkpoint that is none or does not fit its target, and settings that do not fit either.
     """
-    target = _load_target(args)
+    config, layer_ids = check_weights(args)
+    target = load_target(config, "cuda" if args.gpus > 0 else "cpu", layer_ids)
     yarn = from_dict(YarnConfig, args.yarn, "yarn.") if args.yarn else None
     if args.max_model_len is not None and args.max_model_len > target.max_length:
         raise ValueError(f"max_model_len {args.max_model_len} is more than the target's context of {target.max_length}")
@@ -107,13 +121,6 @@ def served_model(args: AppArgs, engine: Engine) -> ServedModel:
         fingerprint=args.version,
         created=int(time.time()),
     )
-
-
-def _load_target(args: AppArgs) -> Target:
-    """The target, capturing the layers that the draft model reads."""
-    layer_ids = captured_layers(Path(args.checkpoint))
-    config = TargetConfig(args.target, args.target_revision, args.target_dtype, args.mask_token_id)
-    return load_target(config, "cuda" if args.gpus > 0 else "cpu", layer_ids)
 
 
 def _warm_up(engine: Engine, model: ServedModel) -> None:

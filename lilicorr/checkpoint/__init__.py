@@ -1,5 +1,6 @@
 """Draft models on disk: `store` reads and writes them, `format` has the spellings of other projects in a table."""
 
+from lilicorr.checkpoint.fit import check_fits, readers_of
 from lilicorr.checkpoint.store import (
     Checkpoint,
     captured_layers,
@@ -14,10 +15,12 @@ from lilicorr.checkpoint.store import (
 __all__ = [
     "Checkpoint",
     "captured_layers",
+    "check_fits",
     "checkpoint_tensors",
     "load_draft_model",
     "read_checkpoint",
     "read_info",
+    "readers_of",
     "save_draft_model",
     "write_checkpoint",
 ]

@@ -25,9 +25,10 @@ from safetensors import SafetensorError
 from lilicorr.checkpoint.card import taus_of
 from lilicorr.checkpoint.description import target_of
 from lilicorr.checkpoint.field import read_json
-from lilicorr.checkpoint.format import FORMATS, NATIVE, SPECULATORS, TABLES, problem, spelled_as, with_tables
+from lilicorr.checkpoint.fit import readers_of
+from lilicorr.checkpoint.format import FORMATS, NATIVE, SPECULATORS, TABLES, problem, with_tables
 from lilicorr.checkpoint.hub import push_to_hub
-from lilicorr.checkpoint.store import CONFIG, Checkpoint, read_checkpoint, read_tensors, write_checkpoint
+from lilicorr.checkpoint.store import CONFIG, Checkpoint, read_checkpoint, write_checkpoint
 from lilicorr.config import TARGET_DTYPES, TargetConfig
 from lilicorr.heads import HEADS
 from lilicorr.target import Target, load_target
@@ -37,8 +38,7 @@ def inspect(folder: Path, target: Target | None = None) -> dict[str, Any]:
     """What a checkpoint is, by name of the property; errors as of `read_checkpoint`."""
     checkpoint = read_checkpoint(folder, target)
     description, spec, shape = checkpoint.description, checkpoint.description.spec, checkpoint.description.shape
-    names = {name.removeprefix("model.") for name in read_tensors(folder)}
-    readers = spelled_as(read_json(folder / CONFIG), names, checkpoint.tensors, description, checkpoint.info)
+    readers = readers_of(folder, checkpoint)
     drafts = "all" if description.num_draft_ids is None else description.num_draft_ids
     return {
         "head": f"{description.head} {description.head_config or ''}".strip(),

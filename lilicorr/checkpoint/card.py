@@ -16,7 +16,7 @@ from typing import Any
 from lilicorr.blocks import ANCHOR_FIRST
 from lilicorr.checkpoint.description import Description, target_of
 from lilicorr.checkpoint.field import object_at, read_json
-from lilicorr.checkpoint.format import problem, with_tables
+from lilicorr.checkpoint.format import VLLM, problem, speculative_config, with_tables
 from lilicorr.heads import HEADS
 
 CARD = "README.md"
@@ -126,7 +126,6 @@ def _taus(taus: dict[str, Any]) -> str:
 
 def _serving(description: Description, source: str, info: dict[str, Any], readers: Collection[str]) -> str:
     """The commands, for servers that can read this head; a server that needs another spelling gets a copy in it."""
-    width, dspark = description.spec.num_slots, description.head == "dspark"
     kwargs = json.dumps(info.get("template_kwargs") or {})
     here = f"serve run serve_app.app:build_app checkpoint=CHECKPOINT target={source} 'template_kwargs={kwargs}'"
     if description.dtype == "bfloat16":  # of a GPU; the application takes a CPU in fp32 unless told otherwise
@@ -139,31 +138,31 @@ def _serving(description: Description, source: str, info: dict[str, Any], reader
         f"    {here}",
         "",
     ]
-    for server, name in (("vLLM", "vllm"), ("SGLang", "sglang")):
+    for server, name in (("vLLM", VLLM), ("SGLang", "sglang")):
         why = problem(name, description)
         if why is not None:
             lines += [f"Not {server}: {why}.", ""]
         elif name in readers:
-            command = _command(name, source, "CHECKPOINT", width, dspark)
+            command = _command(name, source, "CHECKPOINT", description)
             lines += [f"{server}, which also takes the name of this folder on a hub:", "", f"    {command}", ""]
         else:
             tables = f" --target {source}" if with_tables(name, description.head) else ""
             convert = f"python -m lilicorr.checkpoint convert CHECKPOINT CONVERTED --to {name}{tables}"
-            command = _command(name, source, "CONVERTED", width, dspark)
+            command = _command(name, source, "CONVERTED", description)
             lines += [f"{server}, which reads a copy in its own spelling, CONVERTED:", ""]
             lines += [f"    {convert}", f"    {command}", ""]
     return "\n".join(lines).rstrip()
 
 
-def _command(server: str, source: str, checkpoint: str, width: int, dspark: bool) -> str:
+def _command(server: str, source: str, checkpoint: str, description: Description) -> str:
     """What starts a server with this draft model for the target `source`."""
-    method = "dspark" if dspark else "dflash"
-    if server == "vllm":
-        settings = {"method": method, "model": checkpoint, "num_speculative_tokens": width}
+    settings = speculative_config(description, checkpoint)
+    if server == VLLM:
         return f"vllm serve {source} --speculative-config '{json.dumps(settings)}'"
+    method, width = settings["method"].upper(), settings["num_speculative_tokens"]
     return (
         f"python -m sglang.launch_server --model-path {source} --speculative-draft-model-path {checkpoint} "
-        f"--speculative-algorithm {method.upper()} --speculative-num-draft-tokens {width + 1}"
+        f"--speculative-algorithm {method} --speculative-num-draft-tokens {width + 1}"
     )
 
 

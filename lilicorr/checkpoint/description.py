@@ -13,7 +13,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import Qwen3Config
+from transformers import PretrainedConfig, Qwen3Config
 
 from lilicorr.blocks import ANCHOR_FIRST, IN_PLACE, LAYOUTS, BlockSpec, check_layer_ids
 from lilicorr.checkpoint.field import Fields, read_rope, rope_fields
@@ -21,7 +21,7 @@ from lilicorr.config import DrafterConfig
 from lilicorr.draft_model import DraftModel
 from lilicorr.drafter import DrafterShape
 from lilicorr.heads import HEADS
-from lilicorr.target import Target, rope_theta
+from lilicorr.target import rope_theta
 
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUT_SPELLINGS = ("shift_label", "sample_from_anchor")  # true for anchor-first, in other trainers' checkpoints
@@ -140,12 +140,12 @@ def target_of(info: dict[str, Any]) -> dict[str, Any]:
     return target if isinstance(target, dict) else {"source": target}
 
 
-def check_target(config: Fields, target: Target) -> None:
-    """Raise ValueError for a field that does not fit `target`."""
-    config.expect("hidden_size", target.config.hidden_size, "the target's is")
-    config.expect("vocab_size", target.embed.shape[0], "the target's embedding has")
-    config.expect("num_target_layers", target.config.num_hidden_layers, "the target has")
-    read_rope(config, rope_theta(target.config))
+def check_target(config: Fields, target: PretrainedConfig, num_rows: int) -> None:
+    """Raise ValueError for a field that does not fit a target of this configuration, with so many embedding rows."""
+    config.expect("hidden_size", target.hidden_size, "the target's is")
+    config.expect("vocab_size", num_rows, "the target's embedding has")
+    config.expect("num_target_layers", target.num_hidden_layers, "the target has")
+    read_rope(config, rope_theta(target))
 
 
 def describe(config: Fields) -> Description:

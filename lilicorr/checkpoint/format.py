@@ -21,7 +21,7 @@ from lilicorr.checkpoint.description import Description, block_fields, layer_fie
 from lilicorr.heads import HEADS
 from lilicorr.heads.base import HeadFormat
 
-NATIVE, SPECULATORS = "native", "speculators"
+NATIVE, SPECULATORS, VLLM = "native", "speculators", "vllm"
 # The target's own tables, which some formats hold a copy of -> attribute of the draft model and of the target
 TABLES = {"embed_tokens.weight": "embed", "lm_head.weight": "lm_head"}
 
@@ -67,7 +67,7 @@ FORMATS: dict[str, dict[str, Spelling]] = {
         "dspark": DEEPSPEC,
         "lilicorr": Spelling(at_top=BOTH, allowed=POWERS),
     },
-    "vllm": {
+    VLLM: {
         "argmax": Spelling(at_top=BOTH, allowed=ONLY_IN_PLACE),
         "dspark": DEEPSPEC,
         "lilicorr": Spelling(at_top=BOTH, allowed=POWERS),
@@ -205,6 +205,12 @@ def spelled_as(
         ):
             found.append(form)
     return found
+
+
+def speculative_config(description: Description, checkpoint: str) -> dict[str, Any]:
+    """What vLLM is told (`--speculative-config`) to draft with a checkpoint in the format `vllm`."""
+    method = "dspark" if description.head == "dspark" else "dflash"
+    return {"method": method, "model": checkpoint, "num_speculative_tokens": description.spec.num_slots}
 
 
 def own_name(name: str, form: HeadFormat) -> str:

@@ -207,7 +207,7 @@ def decode(folder: Path, top: dict[str, Any], tensors: dict[str, Tensor], target
     path, foreign = folder / WEIGHTS, speculator.TYPE in top
     config = _fields(folder, top, None if target is None else target.config.num_hidden_layers)
     if target is not None:
-        check_target(config, target)
+        check_target(config, target.config, target.embed.shape[0])
     description = describe(config)
     form = HEADS[stored_head(config)[1]].format
     spelled = _own_names(path, tensors, form)
@@ -224,6 +224,18 @@ def decode(folder: Path, top: dict[str, Any], tensors: dict[str, Tensor], target
     for name, table in tables.items():
         _check_table(path, name, table, description, vocab_ids if foreign else None, target)
     return Checkpoint(description, tensors, tables, vocab_ids, _read_info(folder, top, description))
+
+
+def read_fields(folder: Path, num_target_layers: int | None = None) -> tuple[Fields, Description, dict[str, Any]]:
+    """The fields of a checkpoint folder of any format, what they describe, and where it comes from; reads no tensor.
+
+    `num_target_layers` where the caller knows it. Raises ValueError as `read_checkpoint`.
+    """
+    folder = Path(folder)
+    top = read_json(folder / CONFIG)
+    fields = _fields(folder, top, num_target_layers)
+    description = describe(fields)
+    return fields, description, _read_info(folder, top, description)
 
 
 def captured_layers(folder: Path) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch import Tensor
 from lilicorr.config import EngineConfig
 from lilicorr.decode import Decoded, SamplingParams, check_request
 from lilicorr.draft_model import DraftModel
+from lilicorr.engine.counters import Counters, timed
 from lilicorr.engine.graphs import decode_runner, fill
 from lilicorr.engine.model import PagedDrafter, PagedTarget, num_pages_in
 from lilicorr.engine.pages import PAGE_SIZE, PagePool, num_pages_for
@@ -38,24 +39,6 @@ from lilicorr.logprobs import TokenLogprobs, read_logprobs
 from lilicorr.target import Target
 
 FINISH_REASONS = {STOPPED: "stop", AT_LIMIT: "length"}
-
-
-@dataclass
-class Counters:
-    """What the engine has done since it was made; nothing here ever falls."""
-
-    num_steps: int = 0
-    num_tokens: int = 0  # committed
-    num_blocks: int = 0  # verified, prefills not counted
-    num_block_tokens: int = 0  # what they added to answers, see `decode.Decoded`
-    num_drafted: int = 0  # drafts put to the test
-    num_prompt_tokens: int = 0  # positions prefilled, after a preemption again
-    accepted_at: list[int] = field(default_factory=list)  # [S] blocks whose slot was accepted (and not cut)
-
-    @property
-    def tau(self) -> float:
-        """Acceptance length: tokens per verified block."""
-        return self.num_block_tokens / max(1, self.num_blocks)
 
 
 @dataclass(frozen=True)
@@ -200,8 +183,7 @@ class Engine:
             self.pool.collect(self.scheduler.step_id)
         self.scheduler.step_id += 1
         self.counters.num_steps += 1
-        self.scheduler.admit()
-        pieces = self.scheduler.take_pieces()
+        pieces = self._admit()
         if pieces:
             self._launch_prefill(pieces)
         while not self.scheduler.grow():
@@ -258,6 +240,13 @@ class Engine:
         while self.busy:
             self.step()
 
+    @timed("admit")
+    def _admit(self) -> list[Piece]:
+        """Rows and pages for waiting requests, and what of all prompts is prefilled in this step."""
+        self.scheduler.admit()
+        return self.scheduler.take_pieces()
+
+    @timed("prefill")
     def _launch_prefill(self, pieces: list[Piece]) -> None:
         """Start writing pieces of prompts, and the first token of those that end."""
         device, state = self.target.device, self.state
@@ -286,6 +275,7 @@ class Engine:
         self.counters.num_prompt_tokens += sum(piece.count for piece in pieces)
         self._fly(progresses, outcome, verified=False, reported=[pieces[index] for index in reported])
 
+    @timed("decode")
     def _launch_decode(self, progresses: list[Progress]) -> None:
         """Start one block of every row that decodes."""
         num_pages = self._pages_read(max(len(progress.pages) for progress in progresses))
@@ -316,6 +306,7 @@ class Engine:
             progress.num_in_flight += 1
         self._in_flight.append(_Flight(self.scheduler.step_id, progresses, outcome, reported, copied, verified, width))
 
+    @timed("publish")
     def _publish(self, chunks: list[TokenChunk], step_id: int) -> None:
         """Read the passes of all steps up to `step_id`, and let go of what waited for their end."""
         while self._in_flight and self._in_flight[0].step_id <= step_id:

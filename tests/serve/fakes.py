@@ -16,10 +16,11 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerFast
 
 from lilicorr.decode import SamplingParams
-from lilicorr.engine.engine import Counters
+from lilicorr.engine.counters import Counters
 from lilicorr.engine.pages import PagePool
 from lilicorr.engine.request import Request, TokenChunk
 from lilicorr.logprobs import TokenLogprobs
@@ -70,7 +71,10 @@ class EchoEngine:
         self.num_open = 0  # with a row
         self.counters = Counters(accepted_at=max(NUM_SLOTS, block - 1) * [0])
         self.pool = PagePool(10)
-        self.scheduler = SimpleNamespace(running=[], waiting=[], num_preemptions=0, num_cached_tokens=0)
+        rows: list[_Echo] = []  # all of them decode
+        self.scheduler = SimpleNamespace(
+            running=rows, decoding=rows, waiting=[], num_preemptions=0, num_cached_tokens=0
+        )
 
     @property
     def params(self) -> list[SamplingParams]:
@@ -197,7 +201,7 @@ def echo_model() -> ServedModel:
 
 
 @contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
+def listening(app: ASGIApp) -> Iterator[str]:
     """Serve `app` on a free port of 127.0.0.1; yields its URL."""
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none"))
     thread = threading.Thread(target=server.run, daemon=True)

@@ -34,12 +34,17 @@ def load(target: Path) -> Target:
 
 
 def save_random_checkpoint(
-    folder: Path, target: Path, seed: int, head: str = "lilicorr", settings: dict[str, Any] = HEAD
+    folder: Path,
+    target: Path,
+    seed: int,
+    head: str = "lilicorr",
+    settings: dict[str, Any] = HEAD,
+    drafter: DrafterConfig = DRAFTER,
 ) -> None:
     loaded = load(target)
     torch.manual_seed(seed)
-    shape = drafter_shape(DRAFTER, loaded.config)
-    spec = block_spec(DRAFTER, loaded.config, loaded.mask_token_id, HEADS[head].layouts[0])
+    shape = drafter_shape(drafter, loaded.config)
+    spec = block_spec(drafter, loaded.config, loaded.mask_token_id, HEADS[head].layouts[0])
     draft_model = build_draft_model(shape, spec, head, settings, loaded)
     save_draft_model(folder, draft_model, {}, dtype="float32")
 
@@ -53,17 +58,24 @@ def free_port() -> int:
     return port
 
 
-@contextmanager
-def serving(target: Path, checkpoint: Path, **arguments: Any) -> Iterator[str]:
-    """The real application on the Ray instance of this process, under the name `tiny`; yields its URL."""
+def deploy(target: Path, checkpoint: Path, **arguments: Any) -> None:
+    """Make the real application what Serve runs, under the name `tiny`, and wait until all of it is of this kind."""
     from ray import serve
 
     from serve_app.app import AppArgs, build_app
 
+    args = AppArgs(checkpoint=str(checkpoint), target=str(target), model_name="tiny", cpus=0.5, **arguments)
+    serve.run(build_app(args), name="lilicorr", route_prefix="/", external_scaler_enabled=True)
+
+
+@contextmanager
+def serving(target: Path, checkpoint: Path, **arguments: Any) -> Iterator[str]:
+    """The application on the Ray instance of this process; yields its URL."""
+    from ray import serve
+
     port = free_port()
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    args = AppArgs(checkpoint=str(checkpoint), target=str(target), model_name="tiny", cpus=0.5, **arguments)
-    serve.run(build_app(args), name="lilicorr", route_prefix="/")
+    deploy(target, checkpoint, **arguments)
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
 

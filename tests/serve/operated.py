@@ -16,10 +16,12 @@ from serve_app.operations import Operations
 from serve_app.peers import Ask, Peers
 from serve_app.recorder import HISTOGRAMS, Histogram
 from serve_app.replica import Replica, Snapshot
+from serve_app.served_model import ServedModel
 
 ADMIN_KEY = b"a key for the tests"
 SNAPSHOT = Snapshot(
     running=3,
+    decoding=2,
     waiting=2,
     waiting_tokens=70,
     total_pages=10,
@@ -34,6 +36,7 @@ SNAPSHOT = Snapshot(
     num_drafts=29,
     num_drafted=145,
     accepted_at=(25, 20, 15, 0, 0),
+    stage_seconds=(0.5, 1.0, 4.0, 0.25),
     num_finished={"stop": 4, "abort": 1},
 )
 
@@ -107,9 +110,22 @@ def operated_app(
 ) -> tuple[FastAPI, Replica]:
     """The API with the operator's routes; close the replica afterwards."""
     app, replica = make_app(engine, limits=limits)
+    add_operations(app, echo_model(), replica, engine.max_running, ask, serve, admin_key)
+    return app, replica
+
+
+def add_operations(
+    app: FastAPI,
+    model: ServedModel,
+    replica: Replica,
+    num_rows: int,
+    ask: Ask | None = None,
+    serve: FakeServe | None = None,
+    admin_key: bytes | None = None,
+) -> None:
+    """Add the operator's routes of a replica with so many rows."""
 
     def own() -> Report:
-        return Report("own", time.time(), engine.max_running, replica.snapshot(), replica.recorder.histograms())
+        return Report("own", time.time(), num_rows, replica.snapshot(), replica.recorder.histograms())
 
-    Operations(echo_model(), replica, Peers(own, ask), serve, admin_key).add_to(app)
-    return app, replica
+    Operations(model, replica, Peers(own, ask), serve, admin_key).add_to(app)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ import pytest
 import torch
 from fakes import CHAT, listening, wait_until
 from models import load, save_random_checkpoint
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lilicorr.chat import render_prompt
 from lilicorr.checkpoint import load_draft_model
@@ -34,6 +36,7 @@ from lilicorr.tiny import tiny_target_folder
 from serve_app.api import build_api
 from serve_app.args import AppArgs
 from serve_app.detokenize import TextStream
+from serve_app.openapi import POSTS, document
 from serve_app.replica import Replica
 from serve_app.served_model import served_model
 
@@ -69,6 +72,7 @@ class Endpoint:
     replica: Replica
     decoder: Decoder
     model: Any
+    answered: list[tuple[str, str, int]]  # method, path, status
 
     def answer(self, question: str = QUESTION, max_tokens: int = 20) -> str:
         """What decode.py says to one user message, greedily."""
@@ -78,19 +82,41 @@ class Endpoint:
         return stream.push(token_ids).text + stream.finish()
 
 
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    folder = tmp_path_factory.mktemp("models")
+class Watched:
+    """An application that notes method, path and status of every answer."""
+
+    def __init__(self, app: ASGIApp, answered: list[tuple[str, str, int]]) -> None:
+        self._app, self._answered = app, answered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._answered.append((scope["method"], scope["path"], message["status"]))
+            await send(message)
+
+        await self._app(scope, receive, noted)
+
+
+@contextmanager
+def serving_tiny(folder: Path, config: EngineConfig) -> Iterator[Endpoint]:
+    """A random target and draft model behind the API, on a port."""
     target = tiny_target_folder(folder / "target")
     save_random_checkpoint(folder / "checkpoint", target, seed=0)
     args = AppArgs(checkpoint=str(folder / "checkpoint"), target=str(target), model_name="tiny", max_queue=QUEUE)
     reference, loaded = load(target), load(target)
     decoder = Decoder(reference, load_draft_model(folder / "checkpoint", reference))
-    engine = Engine(loaded, load_draft_model(folder / "checkpoint", loaded), EngineConfig(max_running=ROWS))
-    model, replica = served_model(args, engine), Replica(engine, ROWS + QUEUE, args.stall_s)
-    with listening(build_api(model, replica)) as url:
-        yield Endpoint(url, target, replica, decoder, model)
+    engine = Engine(loaded, load_draft_model(folder / "checkpoint", loaded), config)
+    model, replica = served_model(args, engine), Replica(engine, config.max_running + QUEUE, args.stall_s)
+    answered: list[tuple[str, str, int]] = []
+    with listening(Watched(build_api(model, replica), answered)) as url:
+        yield Endpoint(url, target, replica, decoder, model, answered)
     replica.close()
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    with serving_tiny(tmp_path_factory.mktemp("models"), EngineConfig(max_running=ROWS)) as endpoint:
+        yield endpoint
 
 
 def run(command: list[str], variables: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -270,3 +296,58 @@ def test_locust(endpoint: Endpoint, tmp_path: Path) -> None:
     total = (tmp_path / "load_stats.csv").read_text(encoding="utf-8").splitlines()[-1].split(",")
     assert int(total[2]) > 10 and int(total[3]) == 0  # requests, failures
     wait_until(lambda: endpoint.replica.num_requests == 0)
+
+
+def test_guidellm(endpoint: Endpoint, tmp_path: Path) -> None:
+    """It asks for answers of a fixed length, with `ignore_eos` and usage in every event, and counts their tokens."""
+    needs("guidellm")
+    before, report = endpoint.replica.snapshot(), tmp_path / "report.json"
+    options = {
+        "backend": f"kind=openai_http,target={endpoint.url},model=tiny,request_format={CHAT}",
+        "tokenizer": f"kind=huggingface_auto,model={endpoint.target}",
+        "data": "kind=synthetic_text,prompt_tokens=32,output_tokens=20",
+        "profile": "kind=concurrent,streams=4",
+        "constraint": "kind=max_requests,count=12",
+        "output": f"kind=json,path={report}",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    run([program("guidellm"), "run", *words, "--disable-console"], variables, tmp_path)
+    (benchmark,) = json.loads(report.read_text(encoding="utf-8"))["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert totals["successful"] == 12 and totals["errored"] == 0
+    wait_until(lambda: endpoint.replica.num_requests == 0)
+    after = endpoint.replica.snapshot()
+    assert after.num_finished["length"] - before.num_finished.get("length", 0) >= 12
+    assert after.num_finished.get("error", 0) == before.num_finished.get("error", 0)
+
+
+def test_schemathesis(tmp_path: Path) -> None:
+    """Bodies made from the endpoint's own document, right ones and wrong ones: each is answered as it says."""
+    needs("schemathesis")
+    described = document()
+    for schema in described["components"]["schemas"].values():
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"] = {"enum": ["tiny"]}  # any other name is a 404 and nothing more
+    (tmp_path / "openapi.json").write_text(json.dumps(described), encoding="utf-8")
+    config = EngineConfig(max_running=ROWS, max_model_len=80, num_pages=16)
+    with serving_tiny(tmp_path, config) as endpoint:
+        options = {
+            "url": endpoint.url,
+            "include-method": "POST",
+            "checks": "not_a_server_error",
+            "phases": "fuzzing",
+            "max-examples": "90",
+            "suppress-health-check": "all",
+            "generation-database": "none",
+            "request-timeout": "60",
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        command = [program("schemathesis"), "run", "openapi.json", *words, "--generation-deterministic"]
+        run(command, {}, tmp_path)
+        assert httpx2.get(endpoint.url + "/health", timeout=60).status_code == 200
+    statuses = [(path, status) for method, path, status in endpoint.answered if method == "POST"]
+    assert len(statuses) >= 300 and {path for path, _ in statuses} == POSTS.keys()
+    for path in POSTS:
+        seen = {str(status) for found, status in statuses if found == path}
+        assert {"200", "400"} <= seen <= described["paths"][path]["post"]["responses"].keys() - {"500", "503"}, path

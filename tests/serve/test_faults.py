@@ -57,33 +57,33 @@ async def read_while(url: str, case: Case, act: Callable[[], None]) -> list[Base
     return ended
 
 
-def wait_until_two_serve(url: str, case: Case) -> None:
-    """Until two replicas run and answer."""
+def wait_until_served(url: str, case: Case, count: int = 2) -> None:
+    """Until so many replicas run and no other, and what they answer is right."""
     from ray import serve
 
     deadline = time.monotonic() + 300
     while True:
         states = serve.status().applications["lilicorr"].deployments["Endpoint"].replica_states
-        if states.get("RUNNING") == 2 and len(states) == 1 and len(replica_pids()) == 2:
+        if states == {"RUNNING": count} and len(replica_pids()) == count:
             break
         assert time.monotonic() < deadline, states
         time.sleep(1)
     body = case.body | {"stream": False}
     del body["stream_options"]
-    for _ in range(8):
+    for _ in range(4 * count):
         answer = httpx2.post(url + "/v1/chat/completions", json=body, timeout=100)
         assert answer.json()["choices"][0]["message"]["content"] == case.text
 
 
 def test_a_killed_replica_costs_its_own_streams_and_is_replaced(url: str, case: Case) -> None:
     """An answer is whole and right or its connection breaks: none is cut short and looks whole."""
-    wait_until_two_serve(url, case)
+    wait_until_served(url, case)
     before = replica_pids()
     assert len(before) == 2
     ended = asyncio.run(read_while(url, case, lambda: os.kill(before[0], signal.SIGKILL)))
     broken = [error for error in ended if error is not None]
     assert 0 < len(broken) < STREAMS and len(ended) > STREAMS
-    wait_until_two_serve(url, case)
+    wait_until_served(url, case)
     after = replica_pids()
     assert len(after) == 2 and before[0] not in after and before[1] in after
 
@@ -93,10 +93,10 @@ def test_streams_do_not_notice_that_the_controller_is_killed(url: str, case: Cas
     import ray
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
-    wait_until_two_serve(url, case)
+    wait_until_served(url, case)
     before = replica_pids()
     controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     ended = asyncio.run(read_while(url, case, lambda: ray.kill(controller, no_restart=False)))
     assert not [error for error in ended if error is not None]
-    wait_until_two_serve(url, case)
+    wait_until_served(url, case)
     assert replica_pids() == before

@@ -14,11 +14,13 @@ from fastapi.testclient import TestClient
 from operated import operated_app, report
 from prometheus_client.parser import text_string_to_metric_families
 
+from lilicorr.engine.counters import STAGES
 from lilicorr.engine.request import TokenChunk
 from serve_app.metrics import COUNTERS, GAUGES, counters, exposition, gauges
 from serve_app.recorder import HISTOGRAMS, Histogram, Recorder
 
 MONITORING = Path(__file__).parents[2] / "serve_app" / "monitoring"
+LABELS = {"success": "finished_reason", "per_pos": "position", "stage_seconds": "stage"}
 # Of vLLM 0.33: what its own benchmark, and dashboards made for it, read.
 VLLM_NAMES = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens_total",
@@ -47,6 +49,15 @@ def total(text: str, name: str, **labels: str) -> float:
     return sum(value for found, value in samples(text)[name] if labels.items() <= found.items())
 
 
+def assert_none_fell(before: str, after: str) -> None:
+    """No counter and no part of a histogram is less in the later exposition, and each is a number."""
+    later = samples(after)
+    for name, series in samples(before).items():
+        if name.endswith(("_total", "_count", "_bucket", "_sum")):
+            pairs = zip(series, later[name], strict=True)
+            assert all(old[0] == new[0] and old[1] <= new[1] for old, new in pairs), name
+
+
 @pytest.fixture
 def two() -> str:
     """Two replicas, one of which has gone."""
@@ -59,7 +70,7 @@ def test_the_names_are_vllms_and_every_series_has_model_and_replica(two: str) ->
     assert VLLM_NAMES <= found.keys()
     for name, series in found.items():
         assert name.startswith(("vllm:", "lilicorr:"))
-        own = {"finished_reason"} if "success" in name else {"position"} if "per_pos" in name else set()
+        own = {label for part, label in LABELS.items() if part in name}
         own |= {"le"} if name.endswith("_bucket") else set()
         for labels, _ in series:
             assert labels.keys() == {"model_name", "replica"} | own and labels["model_name"] == 'm"1'
@@ -75,6 +86,9 @@ def test_the_values_are_the_snapshots(two: str) -> None:
     assert total(two, "vllm:prefix_cache_hits_total", replica="a") == 128
     assert total(two, "vllm:prefix_cache_queries_total", replica="a") == 428
     assert total(two, "vllm:kv_cache_usage_perc") == pytest.approx(0.6)
+    assert total(two, "lilicorr:rows_decoding") == 2
+    seconds = [total(two, "lilicorr:stage_seconds_total", replica="a", stage=stage) for stage in STAGES]
+    assert seconds == [0.5, 1, 4, 0.25]
     assert (
         total(two, "lilicorr:block_tokens_total", replica="a") / total(two, "lilicorr:blocks_total", replica="a") == 3
     )
@@ -159,6 +173,7 @@ def test_times_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sums["vllm:request_prompt_tokens"] == (1, float(len(request.prompt_ids)))
     assert sums["vllm:iteration_tokens_total"] == (4, 7.0)
     assert sums["lilicorr:step_seconds"] == (4, 5.5)
+    assert sums["lilicorr:verify_len"] == (2, 12.0)  # two blocks of five drafts, the anchor with each
 
 
 def test_an_aborted_request_has_no_latency() -> None:
@@ -192,11 +207,8 @@ def test_over_http_after_requests_and_never_falling() -> None:
     assert total(texts[-1], "vllm:generation_tokens_total") == engine.counters.num_tokens > 30
     for name in HISTOGRAMS:
         assert total(texts[-1], f"{name}_count") > 0, name
-    for before, after in zip(map(samples, texts), map(samples, texts[1:])):
-        for name in before:
-            if name.endswith(("_total", "_count", "_bucket", "_sum")):
-                pairs = zip(before[name], after[name], strict=True)
-                assert all(old[0] == new[0] and old[1] <= new[1] for old, new in pairs), name
+    for before, after in zip(texts, texts[1:]):
+        assert_none_fell(before, after)
 
 
 def expressions(node: object) -> list[str]:

@@ -61,3 +61,28 @@ def test_without_a_version_the_fingerprint_is_that_of_the_weights(target: Path, 
     prints = [opened(tmp_path / name, target).fingerprint for name in "abc"]
     assert prints[0] == prints[1] == sha256_tree(tmp_path / "a")[:16] != prints[2]
     assert opened(tmp_path / "a", target, version="v1").fingerprint == "v1"
+
+
+def test_weights_of_another_target_are_refused_before_any_are_loaded(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the application's builder too, which Serve asks before it stops a replica."""
+    from serve_app.app import build_app
+
+    def never(*_arguments: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("serve_app.served_model.load_target", never)
+    save_random_checkpoint(tmp_path / "own", target, 0)
+    other = tiny_target_folder(tmp_path / "other", num_layers=8)
+    args = AppArgs(checkpoint=str(tmp_path / "own"), target=str(target))
+    assert build_app(args)._bound_deployment.name == "Endpoint"
+    for changes, message in (
+        ({"target": str(other)}, "num_target_layers is 6, the target has 8"),
+        ({"mask_token_id": 260}, "mask_token_id is 259, the target's is set to 260"),
+        ({"checkpoint": str(tmp_path)}, "is not a draft model"),
+    ):
+        wrong = args.model_copy(update=changes)
+        for take in (build_app, open_model):
+            with pytest.raises(ValueError, match=message):
+                take(wrong)

@@ -210,7 +210,7 @@ def test_the_values_for_two_cores_are_what_the_application_takes() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_file_is_what_serve_and_the_application_take(name: str) -> None:
+def test_a_config_file_is_what_serve_and_the_application_take(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     from serve_app.app import RETRY_AFTER_S, build_app
@@ -225,6 +225,7 @@ def test_a_config_file_is_what_serve_and_the_application_take(name: str) -> None
     assert endpoint["backpressure_config"] == {"status_code": 503, "retry_after_s": RETRY_AFTER_S}
     assert endpoint["graceful_shutdown_timeout_s"] >= 300  # a long answer is finished, not cut
     assert "request_timeout_s" not in CONFIGS[name]["http_options"]  # it would end long streams
+    monkeypatch.setattr("serve_app.app.check_weights", lambda args: None)  # its checkpoint is an example
     deployed = build_app(args)._bound_deployment  # and where no config file says anything, the same holds
     assert deployed.name == endpoint["name"] == scale.DEPLOYMENT
     assert deployed.max_queued_requests == endpoint["max_queued_requests"]

@@ -248,3 +248,28 @@ def test_an_externally_scaled_endpoint_by_command_and_by_page(cluster: Cluster) 
     assert wait_until_scaled(cluster.dashboard, 1, 1, PATIENCE_S).running == 1
     before = copy.deepcopy(cluster.dashboard.details()["applications"]["lilicorr"]["deployed_app_config"])
     assert before["deployments"] == cluster.configs["config.manual.yaml"]["applications"][0]["deployments"]
+
+
+def test_weights_of_another_target_fail_the_deployment_and_stop_nobody(cluster: Cluster) -> None:
+    """The checkpoint's mask token is not the one that the file asks for."""
+    dashboard, right = cluster.dashboard, cluster.configs["config.manual.yaml"]
+    dashboard.deploy(right)
+    cluster.until(lambda: scaling_of_or_none(dashboard) == 1, "the first replica")
+    expected, before = stream(cluster.url), running_by_replica(cluster.metrics()).keys()
+    wrong = copy.deepcopy(right)
+    wrong["applications"][0]["args"]["mask_token_id"] = 260
+    load = Load(cluster.url)
+    with load.of(2):
+        dashboard.deploy(wrong)
+        cluster.until(lambda: application(cluster)["status"] == "DEPLOY_FAILED", "the refusal")
+        assert "mask_token_id is 259, the target's is set to 260" in application(cluster)["message"]
+    assert not load.problems and set(load.texts) == {expected}
+    assert running_by_replica(cluster.metrics()).keys() == before
+    dashboard.deploy(right)
+    cluster.until(lambda: application(cluster)["status"] == "RUNNING", "the file that was there before")
+    assert stream(cluster.url) == expected
+
+
+def application(cluster: Cluster) -> dict[str, Any]:
+    """What Serve says of it."""
+    return cluster.dashboard.details()["applications"]["lilicorr"]

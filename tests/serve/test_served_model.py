@@ -5,86 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import httpx2
 import openai
 import pytest
-import torch
-from fakes import CHAT, COMPLETIONS, listening, wait_until
-from models import load, save_random_checkpoint
+from fakes import CHAT, COMPLETIONS, wait_until
+from scripted import Served, scripted_endpoint
 
-from lilicorr.blocks import DraftOutput, Proposal
-from lilicorr.chat import render_prompt
-from lilicorr.checkpoint import load_draft_model
 from lilicorr.config import EngineConfig
-from lilicorr.decode import Decoder, SamplingParams
-from lilicorr.engine.engine import Engine
-from lilicorr.tiny import tiny_target_folder
-from lilicorr.verify import Sampling
-from serve_app.api import build_api
-from serve_app.args import AppArgs
-from serve_app.detokenize import TextStream
-from serve_app.replica import Replica
-from serve_app.served_model import ServedModel, served_model
+from lilicorr.decode import SamplingParams
 
 QUESTIONS = ["What is 1 + 1?", "def add(a, b):", "ď 漢字", "", "a", "x = " * 40]
 ROWS, PAGES = 3, 5  # pages for less than two of the longest answers: others have to give way
 
 
-class KnownText(torch.nn.Module):
-    """Drafts what the reference decoder answers, wrong at every fifth position and where no text is known."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: dict[int, list[int]] = {}  # prompt and answer by the request's seed
-
-    def propose(self, draft: DraftOutput, sampling: Sampling) -> Proposal:
-        rows = []
-        for seed, start in zip(sampling.seeds.tolist(), sampling.positions.tolist()):
-            text = self.texts.get(seed, [])
-            positions = range(start, start + draft.hidden.shape[1])
-            rows.append([text[p] if p < len(text) and p % 5 else 0 for p in positions])
-        return Proposal(torch.tensor(rows))
-
-
-@dataclass
-class Served:
-    """A running endpoint and the reference decoder of the same weights."""
-
-    url: str
-    model: ServedModel
-    replica: Replica
-    decoder: Decoder
-    head: KnownText
-
-    def text(self, prompt_ids: list[int], params: SamplingParams) -> tuple[str, int]:
-        """What decode.py answers, and its number of tokens; from here on the drafts of this seed are right."""
-        token_ids = self.decoder.generate(prompt_ids, params).token_ids
-        self.head.texts[params.seed] = prompt_ids + token_ids
-        stream = TextStream(self.model.token_table)
-        return stream.push(token_ids).text + stream.finish(), len(token_ids)
-
-    def chat_prompt(self, question: str) -> list[int]:
-        return render_prompt(self.model.tokenizer, [{"role": "user", "content": question}], {})
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("models")
-    target = tiny_target_folder(folder / "target")
-    save_random_checkpoint(folder / "checkpoint", target, seed=0)
-    args = AppArgs(checkpoint=str(folder / "checkpoint"), target=str(target), model_name="tiny", max_queue=20)
-    reference, loaded, head = load(target), load(target), KnownText()
-    decoder = Decoder(reference, load_draft_model(folder / "checkpoint", reference))
-    draft_model = load_draft_model(folder / "checkpoint", loaded)
-    draft_model.head = head
-    engine = Engine(loaded, draft_model, EngineConfig(max_running=ROWS, num_pages=PAGES))
-    model, replica = served_model(args, engine), Replica(engine, args.max_requests, args.stall_s)
-    with listening(build_api(model, replica)) as url:
-        yield Served(url, model, replica, decoder, head)
-    replica.close()
+    config = EngineConfig(max_running=ROWS, num_pages=PAGES)
+    with scripted_endpoint(tmp_path_factory.mktemp("models"), config) as served:
+        yield served
 
 
 SETTINGS = [
@@ -184,11 +125,11 @@ def test_answer_of_one_token_drafts_nothing(served: Served) -> None:
 def test_short_prompts(served: Served, prompt: Any) -> None:
     answer = httpx2.post(
         served.url + COMPLETIONS,
-        json={"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True},
+        json={"model": "tiny", "prompt": prompt, "max_tokens": 64, "temperature": 0, "ignore_eos": True},
         timeout=250,
     ).json()
     prompt_ids = [*prompt.encode()] if isinstance(prompt, str) else prompt
-    assert answer["choices"][0]["text"] == served.text(prompt_ids, SamplingParams(24))[0]
+    assert answer["choices"][0]["text"] == served.text(prompt_ids, SamplingParams(64))[0]
 
 
 def test_seeds_make_answers(served: Served) -> None:

@@ -1,0 +1,81 @@
+"""What `serve_app.vllm_backend` calls and names stands in vLLM's own source, which is read and not imported.
+
+Its server needs a GPU and most of its dependencies; neither is here. Names and arguments are what a release changes.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "serve_app" / "vllm_backend.py"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Path:
+    """The folder of the package."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vllm is not installed: make test-interop")
+    return Path(spec.origin).parent
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def fields_of(path: Path, *classes: str) -> set[str]:
+    """The annotated fields of classes in a file."""
+    found = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef) and node.name in classes]
+    assert len(found) == len(classes), f"{path} lacks one of {classes}"
+    return {line.target.id for node in found for line in node.body if isinstance(line, ast.AnnAssign)}
+
+
+def test_the_release_is_the_one_that_is_named(vllm: Path) -> None:
+    assert f'RELEASE = "{importlib.metadata.version("vllm")}"' in SOURCE.read_text(encoding="utf-8")
+
+
+def test_the_functions_are_there_and_take_what_they_are_given(vllm: Path) -> None:
+    """All that the backend imports from vLLM, with the numbers of arguments of its calls."""
+    calls = {node.func.id: node for node in ast.walk(tree_of(SOURCE)) if isinstance(node, ast.Call) and
+             isinstance(node.func, ast.Name)}  # fmt: skip
+    imported = [
+        (node.module, alias.name)
+        for node in ast.walk(tree_of(SOURCE))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.")
+        for alias in node.names
+    ]
+    assert len(imported) == 6
+    for module, name in imported:
+        path = vllm.joinpath(*module.split(".")[1:]).with_suffix(".py")
+        (found,) = (node for node in tree_of(path).body if getattr(node, "name", None) == name)
+        if isinstance(found, ast.ClassDef):
+            continue
+        given = len(calls[name].args)
+        assert len(found.args.args) - len(found.args.defaults) <= given <= len(found.args.args), f"{module}.{name}"
+
+
+def test_the_settings_are_its_own(vllm: Path) -> None:
+    engine = fields_of(vllm / "engine" / "arg_utils.py", "EngineArgs")
+    frontend = fields_of(vllm / "entrypoints" / "common" / "cli_args.py", "BaseFrontendArgs", "FrontendArgs")
+    told = {"model", "revision", "tokenizer_revision", "served_model_name", "dtype", "max_model_len"}
+    told |= {"tensor_parallel_size", "distributed_executor_backend", "speculative_config", "max_num_seqs"}
+    assert told | {"pipeline_parallel_size", "gpu_memory_utilization"} <= engine
+    assert {"default_chat_template_kwargs", "api_key"} <= frontend
+    drafting = fields_of(vllm / "config" / "speculative.py", "SpeculativeConfig")
+    assert {"method", "model", "num_speculative_tokens"} <= drafting
+
+
+def test_the_methods_and_architectures_are_known(vllm: Path) -> None:
+    speculative = (vllm / "config" / "speculative.py").read_text(encoding="utf-8")
+    registry = (vllm / "model_executor" / "models" / "registry.py").read_text(encoding="utf-8")
+    drafters = (vllm / "v1" / "worker" / "gpu" / "spec_decode" / "__init__.py").read_text(encoding="utf-8")
+    assert 'Literal["dflash"]' in speculative and 'Literal["dspark"]' in speculative
+    for architecture in ("DFlashDraftModel", "LiLiCorrDraftModel", "Qwen3DSparkModel"):
+        assert f'"{architecture}"' in registry
+    assert 'if "LiLiCorrDraftModel" in architectures' in drafters
