@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lilicorr.anchors import choose_anchors
+from lilicorr.block_mask import choose_attention
 from lilicorr.blocks import LossTerm, TrainBatch, add_terms
 from lilicorr.checkpoint import read_checkpoint
 from lilicorr.config import RunConfig, TrainConfig, fingerprint
@@ -52,6 +53,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 # How a run is carried out: changing these changes no number beyond the order of additions.
 PACE = (
     *("runs", "micro_batch_size", "chunk_blocks", "cache_features", "checkpoint_steps", "keep_checkpoints"),
+    *("attention", "sharding"),
     *("log_steps", "eval_steps", "num_workers", "gpus_per_worker", "max_failures", "trackers", "tracking_project"),
 )
 
@@ -155,6 +157,7 @@ class Trainer:
         self.features = FeatureSource(target, training_set, feature_file)
         self.identity, self.num_blocks, self.first_step, self.done = identity, num_blocks, first_step, 0
         self.device = target.device
+        self.attention = choose_attention(config.attention, self.device)
         self.recompute = self.device.type == "cuda"
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.parameters = dict(draft_model.named_parameters())
@@ -261,7 +264,7 @@ class Trainer:
             sizes["tokens"] += int(batch.lengths.sum()) * counts
             batch = TrainBatch(*(getattr(batch, f.name).to(self.device) for f in dataclasses.fields(batch)))
             arguments = (*self.features(batch), batch, anchors.to(self.device), keep.to(self.device))
-            arguments = (*arguments, self.done / self.num_steps, self.config.chunk_blocks)
+            arguments = (*arguments, self.done / self.num_steps, self.config.chunk_blocks, self.attention)
             with self.autocast():
                 if self.recompute and index < len(micro_batches) - 1:
                     new = checkpoint(self.draft_model, *arguments, use_reentrant=False)

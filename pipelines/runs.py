@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from lilicorr.block_mask import choose_attention
 from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, from_dict
 from lilicorr.corpus import Sampler
 from lilicorr.draft_model import DraftModel, check_blocks, run_block_spec
@@ -40,6 +41,7 @@ def check_runs(config: PipelineConfig, described: dict[str, Any]) -> None:
     if train.drafter.init not in INITS:
         raise ValueError(f"train.drafter.init must be one of {', '.join(INITS)}, got {train.drafter.init!r}")
     check_precision(train)
+    choose_attention(train.attention, torch.device("cuda" if train.gpus_per_worker > 0 else "cpu"))
     check_trackers(train.trackers)
     default_layer_ids(described["num_layers"], train.drafter.num_captured_layers or train.drafter.num_layers)
     if not train.runs:
