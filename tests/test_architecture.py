@@ -65,9 +65,11 @@ ALLOWED = {
     # training
     "corpus": "blocks chat config folder provenance",
     "features": "blocks corpus target",
+    "sharding": "draft_model",
+    "state": "folder",
     "tracking": "provenance",
-    "training": "anchors block_mask blocks checkpoint.* config corpus draft_model features folder losses provenance "
-    "target",
+    "training": "anchors block_mask blocks checkpoint.* config corpus draft_model features losses provenance "
+    "sharding state target",
     "budget": "blocks config draft_model drafter losses",
     # making answers, measuring
     "generator": "blocks chat config decode engine.* prompts target",

@@ -24,15 +24,13 @@ from lilicorr.corpus import Sampler, TrainingSet, build_training_set
 from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
+from lilicorr.state import checkpoint_folder, checkpoints, prune_checkpoints
 from lilicorr.target import Target
 from lilicorr.training import (
     PACE,
     Trainer,
-    checkpoint_folder,
-    checkpoints,
     lr_factor,
     num_steps,
-    prune_checkpoints,
     run_fingerprint,
     start_drafter,
 )
