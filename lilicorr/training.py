@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,24 @@ def start_drafter(draft_model: DraftModel, folder: Path, target: Target) -> int:
     state = draft_model.drafter.state_dict()
     draft_model.drafter.load_state_dict({name: checkpoint.tensors[name] for name in state})
     return checkpoint.info.get("num_blocks") or 0
+
+
+def deal_rows(
+    rows: Sequence[int], lengths: Sequence[int], size: int, rank: int = 0, world: int = 1, even: bool = False
+) -> Iterator[tuple[list[int], bool]]:
+    """A rank's part of a step's rows, in micro-batches of `size`, and whether they count; `lengths` are of all rows.
+
+    A rank without rows does one for nothing, so that all ranks hold the same terms. With `even` all ranks have as many
+    micro-batches as the one with the most.
+    """
+    own_lengths = [int(lengths[row]) for row in rows]
+    shares = split_rows(own_lengths, world)
+    share = shares[rank]
+    wanted = max(math.ceil(len(one) / size) for one in shares) if even else 1
+    for _ in range(math.ceil(len(share) / size), wanted):
+        yield [rows[own_lengths.index(min(own_lengths))]], False
+    for start in range(0, len(share), size):
+        yield [rows[index] for index in share[start : start + size]], True
 
 
 class Trainer:
@@ -256,26 +274,13 @@ class Trainer:
             "seconds": seconds,
         }
 
-    def _micro_batches(self, rows: list[int]) -> Iterator[tuple[list[int], bool]]:
-        """This rank's rows in micro-batches, and whether they count.
-
-        A rank without rows does one of them for nothing, so that all ranks hold the same terms. Of sharded layers all
-        ranks gather the weights together, so there all do as many micro-batches as the one with the most.
-        """
-        lengths, size = self.training_set.lengths[rows].tolist(), self.config.micro_batch_size
-        shares = split_rows(lengths, self.world)
-        share = shares[self.rank]
-        wanted = max(math.ceil(len(one) / size) for one in shares) if self.layers else 1
-        for _ in range(math.ceil(len(share) / size), wanted):
-            yield [rows[lengths.index(min(lengths))]], False
-        for start in range(0, len(share), size):
-            yield [rows[index] for index in share[start : start + size]], True
-
     def _forward(self, epoch: int, rows: list[int]) -> tuple[list[dict[str, LossTerm]], dict[str, int]]:
         """The loss terms of this rank's micro-batches, and how many blocks and tokens they stand for."""
         parts: list[dict[str, LossTerm]] = []
         sizes = {"blocks": 0, "tokens": 0}
-        micro_batches = list(self._micro_batches(rows))
+        deal = (self.training_set.lengths, self.config.micro_batch_size, self.rank, self.world)
+        # all ranks gather the weights of sharded layers together
+        micro_batches = list(deal_rows(rows, *deal, even=bool(self.layers)))
         for index, (sample_ids, counts) in enumerate(micro_batches):
             batch = self.training_set.batch(sample_ids)
             anchors, keep = choose_anchors(batch, self.config.seed, epoch, self.config.max_anchors)
