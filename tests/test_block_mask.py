@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from lilicorr.anchors import choose_anchors
 from lilicorr.block_mask import attention_under, choose_attention, dense_mask, mask_mod
 from lilicorr.drafter import block_attention
 from lilicorr.target import Target
-from test_training import CONFIG, gradient_after, make_model, make_set
+from test_training import CONFIG, gradient_after, make_model, make_set, make_trainer
 
 # A row that is filled up from its middle on, one with no block of its own, and anchors at both ends of the context.
 ANCHORS = torch.tensor([[1, 4, 9, 0, 0], [0, 0, 0, 0, 0], [0, 2, 3, 8, 9]])
@@ -115,6 +116,15 @@ def test_the_trainer_takes_the_attention_that_its_config_names(tmp_path: Path, t
         gradient = gradient_after(tiny_target, training_set, batch_size=5, micro_batch_size=2, attention="sdpa")
     assert names == ["sdpa"] * 3
     assert (gradient - expected).abs().max() < 1e-12 and expected.norm() > 0.1
+
+
+def test_a_step_on_a_cpu_warns_of_nothing(tmp_path: Path, tiny_target: Target) -> None:
+    """Flex attention called plainly would warn, and be slow and without a backward pass; `auto` does not take it."""
+    trainer = make_trainer(tiny_target, make_set(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.step(0)
+    assert trainer.attention == "parts"
 
 
 def test_an_attention_is_chosen_by_name_and_by_nothing_else() -> None:

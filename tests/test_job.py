@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,14 @@ def test_the_job_gets_the_arguments_as_they_are(tmp_path: Path, monkeypatch: pyt
     assert (config.deploy.model_name, config.deploy.port) == (OTHER, 20_001)
     assert "/out" in given["runtime_env"]["excludes"] and given["runtime_env"]["working_dir"] == str(job.ROOT)
     assert not (job.ROOT / "out").exists()
+
+
+def test_what_is_uploaded_is_the_code_and_the_embedded_target(tmp_path: Path) -> None:
+    """Ray takes 512 MiB at most, and every node fetches it: environments, outputs and history stay here."""
+    packaging = pytest.importorskip("ray._private.runtime_env.packaging")
+    packaging.create_package(str(job.ROOT), tmp_path / "code.zip", include_gitignore=True, excludes=list(job.EXCLUDED))
+    with zipfile.ZipFile(tmp_path / "code.zip") as archive:
+        sizes = {info.filename: info.compress_size for info in archive.infolist()}
+    assert not [name for name in sizes if name.split("/")[0] in {".venv", "runs", ".git"} or "__pycache__" in name]
+    weights = sizes.pop("lilicorr/embedded/model.safetensors")
+    assert sizes["pipelines/full.py"] > 0 and sum(sizes.values()) < 5e6 and weights < 10e6
