@@ -13,7 +13,7 @@ The result is one JSON object: `rows` of the source; `ok`, `dead`, `duplicate`, 
 them; `kills`; `seconds` from the start of the first driver to the training set (kills and restarts included) and by
 stage; `rows_per_s`; `resume_seconds` from the start of the driver after the last kill to the first shard it commits;
 `status_seconds` of `pipelines/regenerate.py --status`; `loader`, rows and tokens a second that one process draws from
-the training set as a trainer does, in micro-batches of one row with their anchors; `peak_rss_gb` of the largest driver
+the training set (`benches/loader.py`); `peak_rss_gb` of the largest driver
 and `peak_tree_gb` of a driver and all processes below it (proportional set size, sampled); sizes; provenance.
 
 Place in the flow: it writes `corpus_scale.json`; docs/scale.md explains what is counted.
@@ -39,20 +39,18 @@ import pyarrow.parquet as pq
 import yaml
 
 from benches.corpus import NUM_ROWS, Replay, make_corpus
-from lilicorr.config import PipelineConfig, TrainConfig, load_profile
+from lilicorr.config import PipelineConfig, load_profile
 from lilicorr.provenance import provenance, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lilicorr.corpus import TrainingSet
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "benches" / "results" / "corpus_scale.json"
 PROFILE = "corpus_scale"
 POLL_S = 0.2
 TREE_S = 5.0  # between two samples of the processes' memory
-LOADER_STEPS = 200
 DEATH_S = 20.0  # until what a killed driver started is gone
 GB = 1e9
 
@@ -262,6 +260,7 @@ def account(config: PipelineConfig, rows: int) -> dict[str, int]:
 
 def sizes(config: PipelineConfig) -> dict[str, Any]:
     """Of what was written."""
+    from benches.loader import loader_rates
     from lilicorr.corpus import TrainingSet
     from pipelines.train import TRAINING_SET
 
@@ -271,23 +270,6 @@ def sizes(config: PipelineConfig) -> dict[str, Any]:
     written = {name: round(size / GB, 3) for name, size in on_disk.items()}
     loader = loader_rates(training_set, config.train)
     return {"written_gb": written, "training_set": training_set.meta["report"], "loader": loader}
-
-
-def loader_rates(training_set: TrainingSet, config: TrainConfig) -> dict[str, float]:
-    """Rows and tokens a second from sampler to anchors, in micro-batches of one row: nothing is padded."""
-    from lilicorr.anchors import choose_anchors
-    from lilicorr.corpus import Sampler, split_rows
-
-    sampler = Sampler(len(training_set), config.batch_size, config.seed)
-    began, num_rows, num_tokens = time.monotonic(), 0, 0
-    for step in range(min(LOADER_STEPS, sampler.steps_per_epoch)):
-        epoch, rows = sampler.rows(step)
-        for index in split_rows(training_set.lengths[rows].tolist(), 1)[0]:
-            batch = training_set.batch([rows[index]])
-            choose_anchors(batch, config.seed, epoch, config.max_anchors)
-            num_rows, num_tokens = num_rows + 1, num_tokens + int(batch.lengths.sum())
-    seconds = time.monotonic() - began
-    return {"rows_per_s": round(num_rows / seconds, 1), "tokens_per_s": round(num_tokens / seconds, 1)}
 
 
 def status_seconds(folder: Path) -> float:

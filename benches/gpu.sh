@@ -70,8 +70,9 @@ else
     parity=(tests/kernels -m "not slow")
     [ ${#dry[@]} -eq 0 ] || parity=(tests/kernels/test_language.py tests/kernels/test_topk_lse.py -m "not slow")
     part parity 80 "$PYTHON" -m pytest -q -p no:cacheprovider "${parity[@]}"
-    # captured graphs against the reference decoder; without a GPU there are none
-    [ ${#dry[@]} -ne 0 ] || part steps 45 "$PYTHON" -m pytest -q -p no:cacheprovider tests/engine/test_step.py -k captured
+    # captured graphs against the reference decoder, and the training attention's kernel; without a GPU there are none
+    gpu_only=(tests/engine/test_step.py tests/test_block_mask.py -k "captured or compiled")
+    [ ${#dry[@]} -ne 0 ] || part steps 55 "$PYTHON" -m pytest -q -p no:cacheprovider "${gpu_only[@]}"
     bench kernels 55 kernels
     bench head_latency_8b 55 head_latency --geometry 8b
     bench head_latency_4b 45 head_latency --geometry 4b

@@ -91,6 +91,12 @@ def step_budget(
     recompute = config.gpus_per_worker > 0
     counted = _micro_batch_budget(config, run, target_config, target_dtype, length, num_blocks, together)
     weights, forward, loss = counted["weights"], counted["forward"] / together, counted["loss"] / together
+    gathered = {}
+    if config.sharding == "fsdp2":
+        weights -= counted["layers"] * (1 - 1 / config.num_workers)
+        # without further micro-batches one layer is whole at a time, its gradient beside it
+        whole = counted["layers"] / (1 if num_batches > 1 else config.drafter.num_layers)
+        gathered = {"layers gathered, and their gradient until it is reduced": 2 * WIDE * whole}
     states = size * together * length * target_config.hidden_size
     intermediate = target_config.intermediate_size
     return {
@@ -101,6 +107,7 @@ def step_budget(
             "trained weights, fp32": WIDE * weights,
             "their gradient": WIDE * weights,
             "AdamW's moments": MOMENTS * weights,
+            **gathered,
             "bf16 copies of the weights": counted["copies"],
             "activations of the drafter": counted["activations"] * (1 if recompute else num_batches),
             "loss and backward pass": counted["backward_bytes"],
@@ -130,7 +137,7 @@ def _micro_batch_budget(
         spec = run_block_spec(config.drafter, run, target_config, 0)
         shape = drafter_shape(config.drafter, target_config)
         model = DraftModel(shape, spec, run.head, run.head_config, embed, lm_head)
-        num_weights = sum(p.numel() for p in model.parameters())
+        num_weights, layers = (sum(p.numel() for p in m.parameters()) for m in (model, model.drafter.layers))
         batch = TrainBatch(
             torch.zeros(num_rows, length, dtype=torch.int64),
             torch.ones(num_rows, length, dtype=torch.bool),
@@ -158,6 +165,7 @@ def _micro_batch_budget(
         copies = 2 * num_weights if half else 0
         return {
             "weights": num_weights,
+            "layers": layers,
             "copies": copies,
             "activations": kept - copies,
             "backward_bytes": memory.peak - kept,

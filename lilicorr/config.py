@@ -182,6 +182,8 @@ class TrainConfig:
     chunk_blocks: int | None = 128  # blocks whose vocabulary logits exist at once; None: 512 MiB of them in fp32
     layout: str = "turn"  # turn: one row per generated turn | conversation: one row per conversation
     precision: str = "bfloat16"  # of the matrix products; parameters and moments are fp32 always
+    attention: str = "auto"  # of the drafter: auto (flex on CUDA, else parts) | flex | sdpa | parts (docs/training.md)
+    sharding: str = "none"  # none | fsdp2: the drafter's layers, gradients and moments spread over the workers
     cache_features: bool = False  # keep the target's features of the whole training set on disk (one machine)
     seed: int = 0
     checkpoint_steps: int = 1000
@@ -249,8 +251,7 @@ class EngineConfig:
     steps_behind: int | None = None  # steps the host may be behind the device; None: 1 on a GPU, 0 on a CPU
     deterministic: bool = False  # every pass has one shape, so an answer has the same bits in any company
     deterministic_width: int = 16  # positions of a row in these passes; a block must fit
-    # Measured (rows, positions a row, milliseconds) of steps: a batch verifies as many positions as give most tokens
-    # for the time. Empty: whole blocks.
+    # Measured (rows, positions a row, ms) of steps: as many positions are verified as give most tokens a time; (): all
     verify_costs: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -396,5 +397,4 @@ def load_profile(name: str, folder: Path, overrides: list[str] | None = None) ->
     values = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be a mapping, got {values!r:.60}")
-    config = from_dict(PipelineConfig, {"profile": path.stem, **values})
-    return with_overrides(config, overrides or [])
+    return with_overrides(from_dict(PipelineConfig, {"profile": path.stem, **values}), overrides or [])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lilicorr.anchors import block_labels
+from lilicorr.block_mask import attention_under
 from lilicorr.blocks import BlockSpec, DraftOutput, LossTerm, TrainBatch, add_terms
 from lilicorr.config import DrafterConfig, RunConfig, TrainConfig, from_dict
 from lilicorr.drafter import ContextCache, Drafter, DrafterShape, block_spec
@@ -93,25 +94,29 @@ class DraftModel(nn.Module):
         keep: Tensor,
         progress: float,
         chunk_blocks: int | None,
+        attention: str = "parts",
     ) -> dict[str, LossTerm]:
         """Loss terms of the kept blocks.
 
         features [R, T, C * H] and final_hidden [R, T, H] of the target; anchors and keep [R, A]; progress in
         [0, 1]. Vocabulary logits of at most `chunk_blocks` blocks exist at once (None: `blocks_at_once`); with more
-        blocks than that, each chunk is recomputed in the backward pass.
+        blocks than that, each chunk is recomputed in the backward pass. `attention` is one of `block_mask`.
         """
-        context, hidden = self.block_states(features, batch, anchors)
+        context, hidden = self.block_states(features, batch, anchors, attention)
         rows, columns = keep.nonzero(as_tuple=True)
         blocks = (hidden[rows, columns], rows, anchors[rows, columns])
         return self.block_terms(*blocks, context, final_hidden, batch, progress, chunk_blocks)
 
-    def block_states(self, features: Tensor, batch: TrainBatch, anchors: Tensor) -> tuple[Tensor, Tensor]:
+    def block_states(
+        self, features: Tensor, batch: TrainBatch, anchors: Tensor, attention: str = "parts"
+    ) -> tuple[Tensor, Tensor]:
         """The fused context [R, T, H], and the states [R, A, S, H] of the slots of all blocks."""
         context = self.drafter.fuse(features.to(self.drafter.fc.weight.dtype))
         block_ids = torch.full((*anchors.shape, self.spec.block_size), self.spec.mask_token_id, device=anchors.device)
         block_ids[..., 0] = batch.input_ids.gather(1, anchors)
         embeds = self.embed[block_ids].to(context.dtype)
-        return context, self.drafter(embeds, anchors, self.drafter.context_kv(context))
+        attend = attention_under(attention, anchors, self.spec.block_size, context.shape[1])
+        return context, self.drafter(embeds, anchors, context, attend)
 
     def block_terms(
         self,

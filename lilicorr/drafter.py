@@ -12,6 +12,7 @@ run on the anchor yet. Inside the block attention is bidirectional. Paper: secti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from lilicorr.target import Target, default_layer_ids, rope_theta, target_head_d
 SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_captured_layers")
 SCORE_BYTES = 256 << 20  # of attention scores in fp32 that exist at once
 LayerKV = tuple[Tensor, Tensor]  # keys and values of one layer, each [R, kv heads, T, head width]
+Attend = Callable[[Tensor, LayerKV, LayerKV, Tensor], Tensor]  # as `block_attention`
 
 
 @dataclass(frozen=True)
@@ -213,9 +215,9 @@ class DrafterAttention(nn.Module):
         """Heads [..., d] normalised and rotated, rounded once behind both as in `kernels.norm_rope`."""
         return self.rotary(norm(wide(heads)), positions).to(heads.dtype)
 
-    def forward(self, x: Tensor, context_kv: LayerKV, anchors: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context_kv: LayerKV, anchors: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         queries = self._rotated(self._heads(self.q_proj(x)), self.q_norm, positions)
-        mixed = chunked_attention(queries, self.keys_values(x, positions), context_kv, anchors)
+        mixed = attend(queries, self.keys_values(x, positions), context_kv, anchors)
         return self.o_proj(mixed.movedim(1, -2).flatten(-2))
 
 
@@ -242,8 +244,13 @@ class DrafterLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = DrafterMLP(shape)
 
-    def forward(self, x: Tensor, context_kv: LayerKV, anchors: Tensor, positions: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context_kv, anchors, positions)
+    def forward(
+        self, x: Tensor, context: LayerKV | Tensor, anchors: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """`context` is the layer's keys and values of it, or the fused states [R, T, H] to make them of."""
+        if isinstance(context, Tensor):
+            context = self.self_attn.keys_values(context, torch.arange(context.shape[1], device=context.device))
+        x = x + self.self_attn(self.input_layernorm(x), context, anchors, positions, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -297,18 +304,26 @@ class Drafter(nn.Module):
         positions = start + torch.arange(context.shape[1], device=context.device)
         return [layer.self_attn.keys_values(context, positions) for layer in self.layers]
 
-    def forward(self, embeds: Tensor, anchors: Tensor, context_kv: list[LayerKV]) -> Tensor:
+    def forward(
+        self,
+        embeds: Tensor,
+        anchors: Tensor,
+        context: Sequence[LayerKV] | Tensor,
+        attend: Attend = chunked_attention,
+    ) -> Tensor:
         """Hidden states of the slots.
 
-        embeds [R, A, B, H] of [anchor, mask, ..., mask]; anchors [R, A] absolute positions; context_kv from
-        `context_kv` or a `ContextCache`. Returns [R, A, S, H] after the final norm, the input of lm_head; in
-        place the anchor's own state predicts nothing and is left out.
+        embeds [R, A, B, H] of [anchor, mask, ..., mask]; anchors [R, A] absolute positions; context from `fuse`, whose
+        first position is 0, or what `context_kv` or a `ContextCache` made of it, per layer. Returns [R, A, S, H]
+        after the final norm, the input of lm_head; in place the anchor's own state predicts nothing and is left out.
         """
         # [R, 1, A, B]: one axis for the heads
         positions = (anchors[..., None] + torch.arange(embeds.shape[2], device=embeds.device))[:, None]
         x = embeds
-        for layer, kv in zip(self.layers, context_kv, strict=True):
-            x = layer(x, kv, anchors, positions)
+        # a layer makes its keys and values itself, so that all of its weights are used inside its forward
+        contexts = [context] * len(self.layers) if isinstance(context, Tensor) else context
+        for layer, own in zip(self.layers, contexts, strict=True):
+            x = layer(x, own, anchors, positions, attend)
         return self.norm(x[:, :, 1:] if self.layout == IN_PLACE else x)
 
 

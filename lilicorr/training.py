@@ -5,7 +5,7 @@ plain single-process trainer. One step is
 
     sampler(step) -> rows, dealt to the ranks by length -> micro-batches
     target (no gradient) -> features -> draft model -> loss terms as sums and counts
-    counts added over micro-batches and ranks -> one backward of the global mean -> gradients added over ranks
+    counts added over micro-batches and ranks -> backward of the global mean -> gradients added over ranks, once
     clip over everything -> AdamW in two groups
 
 Nothing is drawn from a process's random state: rows follow from (seed, step), anchors from (seed, epoch,
@@ -17,41 +17,39 @@ Paper: section 3.4 (objective), Table 4 (optimizer, schedule, fp32 masters).
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import re
-import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from lilicorr.anchors import choose_anchors
-from lilicorr.blocks import LossTerm, TrainBatch, add_terms
+from lilicorr.block_mask import choose_attention
+from lilicorr.blocks import LossTerm, TrainBatch
 from lilicorr.checkpoint import read_checkpoint
 from lilicorr.config import RunConfig, TrainConfig, fingerprint
 from lilicorr.corpus import Sampler, TrainingSet, split_rows
 from lilicorr.draft_model import DraftModel
 from lilicorr.features import FeatureSource
-from lilicorr.folder import new_folder, remove_unfinished
 from lilicorr.losses import total_loss
+from lilicorr.sharding import check_sharding, cut, gather, give_gradient, own_part, reduce_next, shard_layers, skeleton
+from lilicorr.state import check_fits, read_state, write_state
 from lilicorr.target import Target
 
 SCHEDULES = ("cosine", "constant")
 PRECISIONS = ("bfloat16", "float32")
-STATE, META = "state.safetensors", "meta.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # How a run is carried out: changing these changes no number beyond the order of additions.
 PACE = (
     *("runs", "micro_batch_size", "chunk_blocks", "cache_features", "checkpoint_steps", "keep_checkpoints"),
+    *("attention", "sharding"),
     *("log_steps", "eval_steps", "num_workers", "gpus_per_worker", "max_failures", "trackers", "tracking_project"),
 )
 
@@ -120,6 +118,24 @@ def start_drafter(draft_model: DraftModel, folder: Path, target: Target) -> int:
     return checkpoint.info.get("num_blocks") or 0
 
 
+def deal_rows(
+    rows: Sequence[int], lengths: Sequence[int], size: int, rank: int = 0, world: int = 1, even: bool = False
+) -> Iterator[tuple[list[int], bool]]:
+    """A rank's part of a step's rows, in micro-batches of `size`, and whether they count; `lengths` are of all rows.
+
+    A rank without rows does one for nothing, so that all ranks hold the same terms. With `even` all ranks have as many
+    micro-batches as the one with the most.
+    """
+    own_lengths = [int(lengths[row]) for row in rows]
+    shares = split_rows(own_lengths, world)
+    share = shares[rank]
+    wanted = max(math.ceil(len(one) / size) for one in shares) if even else 1
+    for _ in range(math.ceil(len(share) / size), wanted):
+        yield [rows[own_lengths.index(min(own_lengths))]], False
+    for start in range(0, len(share), size):
+        yield [rows[index] for index in share[start : start + size]], True
+
+
 class Trainer:
     """Trains one draft model; `done` steps are finished, `num_blocks` blocks have been seen.
 
@@ -128,6 +144,10 @@ class Trainer:
     state and asked for when one is restored. With `feature_file` the target's features are kept there
     (`FeatureSource`). With `recompute`, the default on a GPU, only the last micro-batch of a step keeps its
     activations for the backward pass.
+
+    With `config.sharding` the drafter's layers are spread over the ranks (`sharding`), and `step`, `save` and
+    `whole_model` are for all ranks to call. `parameters` are the draft model's; `own` is what this rank has of each,
+    itself where nothing is sharded, and `gradient` is in the order of `own`.
 
     Raises ValueError for settings that cannot be trained with.
     """
@@ -155,38 +175,56 @@ class Trainer:
         self.features = FeatureSource(target, training_set, feature_file)
         self.identity, self.num_blocks, self.first_step, self.done = identity, num_blocks, first_step, 0
         self.device = target.device
+        self.attention = choose_attention(config.attention, self.device)
         self.recompute = self.device.type == "cuda"
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.parameters = dict(draft_model.named_parameters())
-        if not {parameter.dtype for parameter in self.parameters.values()} <= {torch.float32, torch.float64}:
+        check_sharding(config.sharding, self.world)
+        if not {parameter.dtype for parameter in draft_model.parameters()} <= {torch.float32, torch.float64}:
             raise ValueError("parameters must be float32: in bfloat16 a small step does not move a weight near 1")
         draft_model.train()
-        self.gradient = self._flat_gradient()
-        self.optimizer = self._make_optimizer()
         if self.world > 1:
-            for parameter in self.parameters.values():
+            for parameter in draft_model.parameters():
                 dist.broadcast(parameter.data, 0)
+        self.layers: list[FSDPModule] = []
+        if config.sharding == "fsdp2":
+            self._blank = skeleton(draft_model)
+            self.layers = shard_layers(draft_model, self.device)
+        self.parameters = dict(draft_model.named_parameters())
+        self.own = self._own_parts()
+        self.gradient, self.num_whole = self._flat_gradient()
+        self.optimizer = self._make_optimizer()
 
-    def _flat_gradient(self) -> Tensor:
-        """One buffer for all gradients; every parameter's `grad` is a view of it, so it is reduced as it lies."""
-        some = next(iter(self.parameters.values()))
-        buffer = torch.zeros(sum(p.numel() for p in self.parameters.values()), dtype=some.dtype, device=some.device)
-        for parameter, part in zip(
-            self.parameters.values(), buffer.split([p.numel() for p in self.parameters.values()])
-        ):
-            parameter.grad = part.view_as(parameter)
-        return buffer
+    def _own_parts(self) -> dict[str, nn.Parameter]:
+        """What this rank keeps of every parameter; behind those that it has whole come the shards."""
+        sharded = {id(parameter) for layer in self.layers for parameter in layer.parameters()}
+        order = sorted(self.parameters, key=lambda name: id(self.parameters[name]) in sharded)
+        return {name: own_part(self.parameters[name]) for name in order}
+
+    def _flat_gradient(self) -> tuple[Tensor, int]:
+        """One buffer for all gradients; every parameter's `grad` is a view of it, so it is reduced as it lies.
+
+        The first so many numbers are those of parameters that this rank has whole. FSDP2 adds up the others itself.
+        """
+        sizes = [own.numel() for own in self.own.values()]
+        some = next(iter(self.own.values()))
+        buffer = torch.zeros(sum(sizes), dtype=some.dtype, device=some.device)
+        for (name, own), part in zip(self.own.items(), buffer.split(sizes)):
+            give_gradient(self.parameters[name], own, part)
+        shards = sum(self.own[name].numel() for name in self.own if self.own[name] is not self.parameters[name])
+        return buffer, len(buffer) - shards
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         config, model = self.config, self.draft_model
+        own = {id(parameter): self.own[name] for name, parameter in self.parameters.items()}
         groups = []
         for parameters, lr, weight_decay in (
             (model.drafter_parameters(), config.drafter_lr, config.drafter_weight_decay),
             (model.head_parameters(), config.head_lr, config.head_weight_decay),
         ):
-            groups.append({"params": list(parameters), "lr": lr, "base": lr, "weight_decay": weight_decay})
+            params = [own[id(parameter)] for parameter in parameters]
+            groups.append({"params": params, "lr": lr, "base": lr, "weight_decay": weight_decay})
         optimizer = torch.optim.AdamW([group for group in groups if group["params"]], fused=True)
-        for parameter in self.parameters.values():
+        for parameter in self.own.values():
             moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
             step = torch.zeros((), dtype=torch.float32, device=parameter.device)
             optimizer.state[parameter] = {"step": step} | moments
@@ -207,12 +245,11 @@ class Trainer:
             raise ValueError(f"the next step is {self.done}, got {step}")
         start = time.perf_counter()
         epoch, rows = self.sampler.rows(self.first_step + step)
-        terms, sizes = self._forward(epoch, rows)
-        local, means, sizes = self._globalise(terms, sizes)
-        self.gradient.zero_()
-        total_loss(local).backward()
-        self._sum(self.gradient)
-        norm = float(self.gradient.norm())
+        parts, sizes = self._forward(epoch, rows)
+        weights = {name: term.weight for name, term in parts[0].items()}
+        counts, means, sizes = self._globalise(parts, sizes)
+        self._backward(parts, counts)
+        norm = self._norm()
         if not math.isfinite(norm):
             raise FloatingPointError(f"step {step}: the gradient's norm is {norm}, rows {rows[:8]}...")
         self.gradient.mul_(min(1.0, self.config.max_grad_norm / (norm + 1e-6)))
@@ -226,7 +263,7 @@ class Trainer:
         return {
             "step": self.done,
             "epoch": epoch,
-            "loss": sum(term.weight * means[name] for name, term in terms.items() if term.weight),
+            "loss": sum(weight * means[name] for name, weight in weights.items() if weight),
             **means,
             "grad_norm": norm,
             "drafter_lr": factor * self.config.drafter_lr,
@@ -237,22 +274,13 @@ class Trainer:
             "seconds": seconds,
         }
 
-    def _micro_batches(self, rows: list[int]) -> Iterator[tuple[list[int], bool]]:
-        """This rank's rows in micro-batches, and whether they count.
-
-        A rank without rows does one of them for nothing, so that all ranks hold the same terms.
-        """
-        share = split_rows(self.training_set.lengths[rows].tolist(), self.world)[self.rank]
-        if not share:
-            yield rows[:1], False
-        for start in range(0, len(share), self.config.micro_batch_size):
-            yield [rows[index] for index in share[start : start + self.config.micro_batch_size]], True
-
-    def _forward(self, epoch: int, rows: list[int]) -> tuple[dict[str, LossTerm], dict[str, int]]:
-        """This rank's loss terms of the step, and how many blocks and tokens they stand for."""
-        terms: dict[str, LossTerm] = {}
+    def _forward(self, epoch: int, rows: list[int]) -> tuple[list[dict[str, LossTerm]], dict[str, int]]:
+        """The loss terms of this rank's micro-batches, and how many blocks and tokens they stand for."""
+        parts: list[dict[str, LossTerm]] = []
         sizes = {"blocks": 0, "tokens": 0}
-        micro_batches = list(self._micro_batches(rows))
+        deal = (self.training_set.lengths, self.config.micro_batch_size, self.rank, self.world)
+        # all ranks gather the weights of sharded layers together
+        micro_batches = list(deal_rows(rows, *deal, even=bool(self.layers)))
         for index, (sample_ids, counts) in enumerate(micro_batches):
             batch = self.training_set.batch(sample_ids)
             anchors, keep = choose_anchors(batch, self.config.seed, epoch, self.config.max_anchors)
@@ -261,28 +289,47 @@ class Trainer:
             sizes["tokens"] += int(batch.lengths.sum()) * counts
             batch = TrainBatch(*(getattr(batch, f.name).to(self.device) for f in dataclasses.fields(batch)))
             arguments = (*self.features(batch), batch, anchors.to(self.device), keep.to(self.device))
-            arguments = (*arguments, self.done / self.num_steps, self.config.chunk_blocks)
+            arguments = (*arguments, self.done / self.num_steps, self.config.chunk_blocks, self.attention)
             with self.autocast():
                 if self.recompute and index < len(micro_batches) - 1:
-                    new = checkpoint(self.draft_model, *arguments, use_reentrant=False)
+                    parts.append(checkpoint(self.draft_model, *arguments, use_reentrant=False))
                 else:
-                    new = self.draft_model(*arguments)
-            terms = add_terms(terms, new)
-        return terms, sizes
+                    parts.append(self.draft_model(*arguments))
+        return parts, sizes
 
     def _globalise(
-        self, terms: dict[str, LossTerm], sizes: dict[str, int]
-    ) -> tuple[dict[str, LossTerm], dict[str, float], dict[str, int]]:
-        """The local sums over the counts of all ranks, the global mean of every term, and the global sizes."""
-        flat = torch.stack([value.detach().double() for term in terms.values() for value in (term.sum, term.count)])
-        extra = torch.tensor(list(sizes.values()), dtype=flat.dtype, device=flat.device)
-        everything = self._sum(torch.cat([flat, extra])).tolist()
-        local, means = {}, {}
-        for index, (name, term) in enumerate(terms.items()):
+        self, parts: list[dict[str, LossTerm]], sizes: dict[str, int]
+    ) -> tuple[dict[str, Tensor], dict[str, float], dict[str, int]]:
+        """The counts over all micro-batches and ranks, the global mean of every term, and the global sizes."""
+        flat = [torch.stack([value for term in terms.values() for value in (term.sum, term.count)]) for terms in parts]
+        local = torch.stack(flat).detach().double().sum(0)
+        extra = torch.tensor(list(sizes.values()), dtype=local.dtype, device=local.device)
+        everything = self._sum(torch.cat([local, extra])).tolist()
+        counts, means = {}, {}
+        for index, (name, term) in enumerate(parts[0].items()):
             total, count = everything[2 * index : 2 * index + 2]
-            local[name] = LossTerm(term.sum, torch.full_like(term.count, count), term.weight)
+            counts[name] = torch.full_like(term.count, count)
             means[name] = total / max(count, 1e-6)
-        return local, means, dict(zip(sizes, map(int, everything[len(flat) :])))
+        return counts, means, dict(zip(sizes, map(int, everything[len(local) :])))
+
+    def _backward(self, parts: list[dict[str, LossTerm]], counts: dict[str, Tensor]) -> None:
+        """The gradient of the local sums over the global counts, added over the ranks once.
+
+        One micro-batch after the other, the last one first: it alone may have kept its activations.
+        """
+        self.gradient.zero_()
+        while parts:
+            terms = parts.pop()
+            reduce_next(self.layers, last=not parts)
+            total_loss({n: LossTerm(term.sum, counts[n], term.weight) for n, term in terms.items()}).backward()
+        self._sum(self.gradient[: self.num_whole])
+
+    def _norm(self) -> float:
+        """The global norm of the gradient of all parameters."""
+        if not self.layers:
+            return float(self.gradient.norm())
+        whole, shards = self.gradient.tensor_split([self.num_whole])
+        return float((whole.norm().square() + self._sum(shards.norm().square())).sqrt())
 
     def _sum(self, tensor: Tensor) -> Tensor:
         """Add `tensor` over the ranks, in place."""
@@ -290,20 +337,44 @@ class Trainer:
             dist.all_reduce(tensor)
         return tensor
 
-    def save(self, folder: Path) -> None:
-        """Write weights, moments, step and identity to `folder`, whole or not at all."""
-        tensors = {f"weight.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+    def whole_model(self) -> DraftModel | None:
+        """The draft model with all of its weights on rank 0, None elsewhere; sharded, good until the next step."""
+        if not self.layers:
+            return self.draft_model if self.rank == 0 else None
+        weights = {}
         for name, parameter in self.parameters.items():
-            tensors |= {f"{moment}.{name}": self.optimizer.state[parameter][moment] for moment in MOMENTS}
-        meta = {
-            "step": self.done,
-            "num_steps": self.num_steps,
-            "num_blocks": self.num_blocks,
-            "identity": self.identity,
-        }
-        with new_folder(folder) as aside:
-            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, aside / STATE)
-            (aside / META).write_text(json.dumps(meta) + "\n", encoding="utf-8")
+            whole = gather(parameter, self.own[name])
+            if self.rank == 0:
+                weights[name] = whole
+        if self.rank:
+            return None
+        model = skeleton(self._blank)
+        model.load_state_dict(weights, assign=True)
+        return model
+
+    def save(self, folder: Path) -> None:
+        """Write weights, moments, step and identity to `folder`, whole or not at all; rank 0 writes.
+
+        What is sharded is whole in the file, so that any number of workers may go on from it, sharded or not.
+        """
+        if self.rank and not self.layers:
+            return
+        tensors: dict[str, Tensor] = {}
+        for name, (parameter, place) in self._places().items():
+            whole = gather(parameter, place)
+            if self.rank == 0:
+                tensors[name] = whole.cpu().contiguous()
+        meta = {"step": self.done, "num_steps": self.num_steps, "num_blocks": self.num_blocks}
+        if self.rank == 0:
+            write_state(folder, tensors, meta | {"identity": self.identity})
+
+    def _places(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
+        """Every tensor of a state by its name: the parameter it belongs to, and where this rank has its part of it."""
+        places: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        for name, own in self.own.items():
+            parts = {"weight": own} | {moment: self.optimizer.state[own][moment] for moment in MOMENTS}
+            places |= {f"{kind}.{name}": (self.parameters[name], part) for kind, part in parts.items()}
+        return places
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
@@ -311,54 +382,11 @@ class Trainer:
 
         Raises ValueError, naming the file or tensor, if it is damaged, does not fit, or is another run's.
         """
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
-        if meta["identity"] != self.identity:
-            raise ValueError(f"{folder} was saved by run {meta['identity']}, this is {self.identity}")
-        try:
-            tensors = load_file(folder / STATE)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{folder / STATE} is missing or damaged: {error}") from error
-        places = {f"weight.{name}": parameter for name, parameter in self.parameters.items()}
-        for name, parameter in self.parameters.items():
-            places |= {f"{moment}.{name}": self.optimizer.state[parameter][moment] for moment in MOMENTS}
-        for name in sorted(places.keys() ^ tensors.keys()):
-            raise ValueError(f"{folder / STATE}: tensor {name} is {'missing' if name in places else 'surplus'}")
-        for name, place in places.items():
-            if place.shape != tensors[name].shape:
-                raise ValueError(f"{folder / STATE}: {name} has shape {list(tensors[name].shape)}")
-            place.copy_(tensors[name])
+        tensors, meta = read_state(folder, self.identity)
+        places = self._places()
+        check_fits(folder, tensors, {name: parameter.shape for name, (parameter, _) in places.items()})
+        for name, (parameter, place) in places.items():
+            place.copy_(cut(parameter, tensors[name]))
         for state in self.optimizer.state.values():
             state["step"].fill_(meta["step"])
         self.done, self.num_blocks = meta["step"], meta["num_blocks"]
-
-
-def checkpoint_folder(parent: Path, step: int) -> Path:
-    """Where the state after `step` steps is kept."""
-    return parent / f"step_{step}"
-
-
-def checkpoints(parent: Path) -> list[Path]:
-    """The complete states under `parent`, oldest first."""
-    found = {int(match[1]): path for path in parent.glob("step_*") if (match := re.fullmatch(r"step_(\d+)", path.name))}
-    return [found[step] for step in sorted(found)]
-
-
-def newest_checkpoint(parent: Path, device: torch.device) -> Path | None:
-    """The newest complete state under `parent` that rank 0 finds, on every rank; None if it finds none.
-
-    A rank's own listing of a shared file system may be some seconds old, and ranks must not go on from different steps.
-    """
-    states = checkpoints(parent)
-    if not dist.is_initialized():
-        return states[-1] if states else None
-    step = int(states[-1].name.removeprefix("step_")) if states else -1
-    chosen = torch.tensor(step, device=device)
-    dist.broadcast(chosen, 0)
-    return None if int(chosen) < 0 else checkpoint_folder(parent, int(chosen))
-
-
-def prune_checkpoints(parent: Path, keep: int) -> None:
-    """Delete all but the newest `keep` states, and what killed processes left unfinished."""
-    for folder in checkpoints(parent)[: -max(1, keep)]:
-        shutil.rmtree(folder)
-    remove_unfinished(parent)

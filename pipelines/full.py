@@ -39,7 +39,7 @@ Change = Callable[[PipelineConfig], PipelineConfig]
 REGENERATE_PACE = ("num_actors", "gpus_per_actor", "cpus_per_actor", "max_attempts")
 TRAIN_PACE = (
     *("num_workers", "gpus_per_worker", "max_failures", "checkpoint_steps", "keep_checkpoints", "log_steps"),
-    *("trackers", "tracking_project"),
+    *("trackers", "tracking_project", "attention", "sharding"),
 )
 
 

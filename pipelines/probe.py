@@ -28,9 +28,15 @@ def probe_prompts(config: PipelineConfig, target: Target) -> list[list[int]]:
 
 
 def measure_tau(trainer: Trainer, target: Target, prompts: list[list[int]]) -> float | None:
-    """Tokens per verified block on `prompts`, greedy; None if every answer ended in its first token."""
+    """Tokens per verified block on `prompts`, greedy; None if every answer ended in its first token.
+
+    All ranks call it, rank 0 measures; the others get None.
+    """
+    draft_model = trainer.whole_model()
+    if draft_model is None:
+        return None
     params = SamplingParams(PROBE_TOKENS, stop_ids=target.eos_ids)
-    decoder = Decoder(target, trainer.draft_model)
+    decoder = Decoder(target, draft_model)
     with trainer.autocast():
         answers = [decoder.generate(prompt, params) for prompt in prompts]
     num_blocks = sum(answer.num_blocks for answer in answers)

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from lilicorr.block_mask import choose_attention
 from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, from_dict
 from lilicorr.corpus import Sampler
 from lilicorr.draft_model import DraftModel, check_blocks, run_block_spec
 from lilicorr.drafter import copy_target_layers, drafter_shape
 from lilicorr.heads import HEADS
 from lilicorr.kernels.topk_lse import MAX_CANDIDATES
+from lilicorr.sharding import check_sharding
 from lilicorr.target import Target, default_layer_ids, model_config
 from lilicorr.tracking import check_trackers
 from lilicorr.training import check_precision, num_steps
@@ -40,6 +42,8 @@ def check_runs(config: PipelineConfig, described: dict[str, Any]) -> None:
     if train.drafter.init not in INITS:
         raise ValueError(f"train.drafter.init must be one of {', '.join(INITS)}, got {train.drafter.init!r}")
     check_precision(train)
+    choose_attention(train.attention, torch.device("cuda" if train.gpus_per_worker > 0 else "cpu"))
+    check_sharding(train.sharding, train.num_workers)
     check_trackers(train.trackers)
     default_layer_ids(described["num_layers"], train.drafter.num_captured_layers or train.drafter.num_layers)
     if not train.runs:

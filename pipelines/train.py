@@ -39,17 +39,10 @@ from lilicorr.draft_model import DraftModel, build_draft_model, run_block_spec
 from lilicorr.drafter import copy_target_layers, drafter_shape
 from lilicorr.folder import remove_unfinished
 from lilicorr.provenance import provenance, sha256_tree, write_json
+from lilicorr.state import checkpoint_folder, newest_checkpoint, prune_checkpoints
 from lilicorr.target import Target, default_layer_ids, load_target
 from lilicorr.tracking import MetricLog, TrackedRun, alarm, open_trackers
-from lilicorr.training import (
-    Trainer,
-    checkpoint_folder,
-    newest_checkpoint,
-    num_steps,
-    prune_checkpoints,
-    run_fingerprint,
-    start_drafter,
-)
+from lilicorr.training import Trainer, num_steps, run_fingerprint, start_drafter
 from pipelines import local
 from pipelines.errors import sent_home
 from pipelines.probe import measure_tau, probe_prompts
@@ -258,15 +251,18 @@ def train_run(job: Job, device: torch.device, report: Report) -> None:
             logger.info("%s", progress_line(job.name, metrics, trainer.num_steps, pace))
             if trouble := alarm(metrics):
                 logger.warning("%s: %s", job.name, trouble)
-        if log and config.eval_steps and (done % config.eval_steps == 0 or last):
-            log.write({"step": done, "tau": measure_tau(trainer, target, prompts)})
+        if config.eval_steps and (done % config.eval_steps == 0 or last):
+            tau = measure_tau(trainer, target, prompts)
+            if log:
+                log.write({"step": done, "tau": tau})
         if done % config.checkpoint_steps == 0 and not last:
+            trainer.save(checkpoint_folder(job.folder / "checkpoints", done))
             if leads:
-                trainer.save(checkpoint_folder(job.folder / "checkpoints", done))
                 prune_checkpoints(job.folder / "checkpoints", config.keep_checkpoints)
             report({"step": done, "loss": metrics["loss"]})
+    draft_model = trainer.whole_model()
     if log:
-        finish(job, trainer, target)
+        finish(job, trainer, draft_model, target)
         log.close()
     report({"step": trainer.done})
 
@@ -341,14 +337,14 @@ def progress_line(name: str, metrics: dict[str, float], total: int, seconds_per_
     )
 
 
-def finish(job: Job, trainer: Trainer, target: Target) -> None:
+def finish(job: Job, trainer: Trainer, draft_model: DraftModel, target: Target) -> None:
     """Write `final/`, then `result.json`: its presence says that the run has finished."""
     entries = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [entry["loss"] for entry in entries if "loss" in entry]
     taus = [entry["tau"] for entry in entries if entry.get("tau") is not None]
     last = {"loss": losses[-1]} | ({"tau": taus[-1]} if taus else {})
     dtype = "bfloat16" if target.embed.dtype == torch.bfloat16 else "float32"
-    save_draft_model(job.folder / "final", trainer.draft_model, origin(job, trainer, target) | last, dtype)
+    save_draft_model(job.folder / "final", draft_model, origin(job, trainer, target) | last, dtype)
     result = {"identity": job.identity, "steps": trainer.done, "num_blocks": trainer.num_blocks}
     write_json(job.folder / "result.json", result | last | {"checkpoint": sha256_tree(job.folder / "final")})
 

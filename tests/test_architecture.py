@@ -52,11 +52,12 @@ ALLOWED = {
     # the model
     "target": "blocks config smollm2 tiny wheels",
     "drafter": "blocks config target",
+    "block_mask": "drafter",
     "anchors": "blocks config",
     "heads": "heads.*",
     "heads.base": "blocks config kernels.* losses verify",
     "heads.*": "blocks config heads.base kernels.* lattice losses verify",
-    "draft_model": "anchors blocks config drafter heads losses target",
+    "draft_model": "anchors block_mask blocks config drafter heads losses target",
     "checkpoint.*": "blocks checkpoint.* config draft_model drafter folder heads heads.base target",
     # decoding
     "decode": "blocks config draft_model logprobs processing target verify",
@@ -64,8 +65,11 @@ ALLOWED = {
     # training
     "corpus": "blocks chat config folder provenance",
     "features": "blocks corpus target",
+    "sharding": "draft_model",
+    "state": "folder",
     "tracking": "provenance",
-    "training": "anchors blocks checkpoint.* config corpus draft_model features folder losses provenance target",
+    "training": "anchors block_mask blocks checkpoint.* config corpus draft_model features losses provenance "
+    "sharding state target",
     "budget": "blocks config draft_model drafter losses target",
     # making answers, measuring
     "generator": "blocks chat config decode engine.* prompts target",

@@ -80,6 +80,23 @@ def test_a_step_holds_the_states_of_all_its_rows_and_does_most_of_them_again_on_
         assert at_once["operations"][part] == pytest.approx(one["operations"][part], rel=0.02)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sharded_layers_are_held_in_part_and_gathered_for_their_passes(rows: int) -> None:
+    """A quarter of a layer stays, 16 bytes a weight; with several micro-batches all layers are whole for a while."""
+    run = RunConfig(head="argmax", steps=1)
+    whole, sharded = (
+        step_budget(replace(CONFIG, **changes), run, SMALL, torch.bfloat16, 40, 8, rows)["bytes"]
+        for changes in ({}, {"sharding": "fsdp2", "num_workers": 4})
+    )
+    layer = 2 * 32 * 8 * (4 + 2) + 3 * 32 * 64 + 2 * 32 + 2 * 8
+    saved = 0.75 * 2 * layer
+    for name, size in (("trained weights, fp32", 4), ("their gradient", 4), ("AdamW's moments", 8)):
+        assert whole[name] - sharded[name] == pytest.approx(size * saved), name
+    gathered = sharded["layers gathered, and their gradient until it is reduced"]
+    assert gathered == 8 * layer * (1 if rows == 1 else 2)
+    assert set(sharded) - set(whole) == {"layers gathered, and their gradient until it is reduced"}
+
+
 def test_the_corpus_is_stated_or_measured(tmp_path: Path) -> None:
     config = replace(load_profile("paper_8b", PROFILES), run_dir=str(tmp_path))
     assert estimate.find_corpus(config, None, None).num_rows == 1_397_187

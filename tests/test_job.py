@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import types
+import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -162,3 +163,14 @@ def test_a_broken_connection_is_made_again(
         follow(closed, [refused], None)
     with pytest.raises(KeyError):
         follow(KeyError("a fault"), [], None)
+
+
+def test_what_is_uploaded_is_the_code_and_the_embedded_target(tmp_path: Path) -> None:
+    """Ray takes 512 MiB at most, and every node fetches it: environments, outputs and history stay here."""
+    packaging = pytest.importorskip("ray._private.runtime_env.packaging")
+    packaging.create_package(str(job.ROOT), tmp_path / "code.zip", include_gitignore=True, excludes=list(job.EXCLUDED))
+    with zipfile.ZipFile(tmp_path / "code.zip") as archive:
+        sizes = {info.filename: info.compress_size for info in archive.infolist()}
+    assert not [name for name in sizes if name.split("/")[0] in {".venv", "runs", ".git"} or "__pycache__" in name]
+    weights = sizes.pop("lilicorr/embedded/model.safetensors")
+    assert sizes["pipelines/full.py"] > 0 and sum(sizes.values()) < 5e6 and weights < 10e6

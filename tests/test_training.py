@@ -24,15 +24,13 @@ from lilicorr.corpus import Sampler, TrainingSet, build_training_set
 from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
+from lilicorr.state import checkpoint_folder, checkpoints, prune_checkpoints
 from lilicorr.target import Target
 from lilicorr.training import (
     PACE,
     Trainer,
-    checkpoint_folder,
-    checkpoints,
     lr_factor,
     num_steps,
-    prune_checkpoints,
     run_fingerprint,
     start_drafter,
 )
@@ -325,6 +323,7 @@ def test_epochs_and_precision(tmp_path: Path, tiny_target: Target) -> None:
 def test_the_fingerprint_ignores_how_a_run_is_carried_out(tmp_path: Path) -> None:
     training_set = make_set(tmp_path)
     same = replace(CONFIG, micro_batch_size=4, num_workers=8, log_steps=1, trackers=("wandb",), cache_features=True)
+    same = replace(same, attention="sdpa", sharding="fsdp2")
     identity = run_fingerprint(CONFIG, RUN, training_set, "target")
     assert run_fingerprint(same, RUN, training_set, "target") == identity
     before = {key: value for key, value in asdict(RUN).items() if not key.startswith("block_")}

@@ -12,8 +12,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lilicorr.corpus import TrainingSet
+from lilicorr.state import newest_checkpoint
 from lilicorr.target import Target
-from lilicorr.training import Trainer, newest_checkpoint
+from lilicorr.training import Trainer
 from test_training import make_set, make_trainer
 
 MakeTarget = Callable[..., Target]
@@ -22,22 +23,28 @@ CLOSE = 1e-9
 
 
 def part_of_run(
-    rank: int, world: int, folder: Path, name: str, start: str | None, stop: int, make_target: MakeTarget
+    rank: int,
+    world: int,
+    folder: Path,
+    name: str,
+    start: str | None,
+    stop: int,
+    make_target: MakeTarget,
+    changes: dict[str, Any],
 ) -> None:
-    """One rank's steps up to `stop`, from the state `start`; rank 0 leaves the gradients, losses and states."""
+    """One rank's steps up to `stop`, from the state `start`; rank 0 leaves its gradients, losses and states."""
     torch.set_num_threads(1)
     if world > 1:
         store = dist.FileStore(str(folder / f"{name}.store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    trainer = make_trainer(make_target(), TrainingSet.open(folder / "set"), "run", max_grad_norm=1e9)
+    trainer = make_trainer(make_target(), TrainingSet.open(folder / "set"), "run", **{"max_grad_norm": 1e9} | changes)
     if start is not None:
         trainer.restore(folder / start)
     steps = []
     while trainer.done < stop:
         metrics = trainer.step(trainer.done)
         steps.append({"gradient": trainer.gradient.clone(), "loss": metrics["loss"], "blocks": metrics["blocks"]})
-        if rank == 0:
-            trainer.save(folder / f"{name}-{trainer.done}")
+        trainer.save(folder / f"{name}-{trainer.done}")
     if rank == 0:
         torch.save(steps, folder / f"{name}.pt")
     if world > 1:
@@ -45,10 +52,16 @@ def part_of_run(
 
 
 def run_part(
-    folder: Path, make_target: MakeTarget, world: int, name: str, start: str | None = None, stop: int = STEPS
+    folder: Path,
+    make_target: MakeTarget,
+    world: int,
+    name: str,
+    start: str | None = None,
+    stop: int = STEPS,
+    **changes: Any,
 ) -> list[dict[str, Any]]:
-    """What `part_of_run` leaves with that many workers."""
-    arguments = (world, folder, name, start, stop, make_target)
+    """What `part_of_run` leaves with that many workers and these changes of the config."""
+    arguments = (world, folder, name, start, stop, make_target, changes)
     if world == 1:
         part_of_run(0, *arguments)
     else:

@@ -1,78 +1,42 @@
-"""Several nodes on one machine, of which one is lost in the middle of a stage: the rest ends as if it had not been.
+"""A node or a worker is lost in the middle of a stage: the rest ends as if it had not been.
 
-The driver's node has no CPUs, as in cluster.yaml, so that every actor and worker is on a node that can go.
+`tests/serve/test_lost_node.py` has the endpoint.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import tempfile
+import sys
 import threading
-import uuid
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_regenerate
-from test_regenerate import ROOT, change, expected, folder_of, found, make_slow
+from test_regenerate import change, expected, folder_of, found, make_slow
 from test_regenerate import config as corpus  # noqa: F401
 from test_train import config as recipe  # noqa: F401
 from test_train import inputs, with_train  # noqa: F401
 
 import fake_generator
-from lilicorr.config import PipelineConfig
+from lilicorr.config import EvaluateConfig, PipelineConfig, SystemConfig
+from lilicorr.prompts import Conversation, write_conversations
 from lilicorr.provenance import sha256_tree
-from pipelines import regenerate, train
+from nodes import Nodes, node_cluster
+from pipelines import evaluate, regenerate, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-class Nodes:
-    """A head without CPUs and three nodes of one, each a raylet of its own."""
-
-    def __init__(self, folder: str) -> None:
-        from ray.cluster_utils import Cluster
-
-        self.cluster = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 0,
-                "temp_dir": folder,
-                "include_dashboard": False,
-                "_system_config": {"health_check_period_ms": 1000, "health_check_failure_threshold": 5},
-            },
-        )
-        self.nodes = {node.node_id: node for node in (self.cluster.add_node(num_cpus=1) for _ in range(3))}
-        self.cluster.wait_for_nodes()
-
-    def lose(self) -> None:
-        """End one node that is at work, and everything on it, at once."""
-        from ray._private.state import available_resources_per_node
-
-        free = available_resources_per_node()
-        busy = [node for name, node in self.nodes.items() if not free[name].get("CPU")]
-        self.cluster.remove_node(busy[0], allow_graceful=False)
-
-
 @pytest.fixture
 def nodes(ray_environment: None) -> Iterator[Nodes]:
-    """Such a cluster, and this process connected to it."""
-    import ray
-
-    folder = tempfile.mkdtemp(prefix="lr-", dir="/tmp")
-    made = Nodes(folder)
-    ray.init(
-        address=made.cluster.address,
-        log_to_driver=False,
-        namespace=uuid.uuid4().hex,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
-    )
-    yield made
-    ray.shutdown()
-    made.cluster.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    with node_cluster() as made:
+        yield made
 
 
 @pytest.fixture
@@ -80,10 +44,11 @@ def shipped(nodes: Nodes) -> Iterator[None]:
     """Let workers have what is defined in the tests, whose folder they do not know."""
     import ray
 
-    for module in (test_regenerate, fake_generator):
+    modules = (test_regenerate, fake_generator, sys.modules[__name__])
+    for module in modules:
         ray.cloudpickle.register_pickle_by_value(module)
     yield
-    for module in (test_regenerate, fake_generator):
+    for module in modules:
         ray.cloudpickle.unregister_pickle_by_value(module)
 
 
@@ -102,6 +67,19 @@ def once(happened: Callable[[], bool], act: Callable[[], None]) -> threading.Eve
     return done
 
 
+def log_of(config: PipelineConfig) -> list[dict[str, Any]]:
+    """What the run `trunk` has logged."""
+    path = config.directory / "train" / "trunk" / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def twin_of(config: PipelineConfig, profile: str) -> PipelineConfig:
+    """The same config and inputs in a run directory of its own."""
+    twin = replace(config, profile=profile)
+    shutil.copytree(config.directory, twin.directory, symlinks=True)
+    return twin
+
+
 def test_regeneration_ends_without_the_node(nodes: Nodes, corpus: PipelineConfig, shipped: None) -> None:  # noqa: F811
     """Nobody replaces it: the actors of the other nodes make its shards as well."""
     corpus = change(corpus, num_actors=3)
@@ -112,23 +90,90 @@ def test_regeneration_ends_without_the_node(nodes: Nodes, corpus: PipelineConfig
     assert found(corpus) == expected(corpus) and numbers["ok"] == 22
 
 
-def test_training_goes_on_where_another_node_takes_over(
-    nodes: Nodes,
-    recipe: PipelineConfig,  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_training_goes_on_where_another_node_takes_over(nodes: Nodes, recipe: PipelineConfig) -> None:  # noqa: F811
     """Two workers on two of three nodes; the run ends with the bytes of one that was left alone."""
     runs = {"trunk": replace(recipe.train.runs["trunk"], steps=600)}
     recipe = with_train(recipe, runs=runs, num_workers=2, checkpoint_steps=20, log_steps=20, max_failures=3)
-    whole = replace(recipe, profile="whole")
-    shutil.copytree(recipe.directory, whole.directory, symlinks=True)
+    whole = twin_of(recipe, "whole")
     train.run(whole)
     states = recipe.directory / "train" / "trunk" / "checkpoints"
 
     lost = once(lambda: len(list(states.glob("step_*"))) >= 2, nodes.lose)
     result = train.run(recipe)
     assert lost.is_set() and result["runs"]["trunk"]["steps"] == 600
-    log = [json.loads(line) for line in (states.parent / "metrics.jsonl").read_text().splitlines()]
-    assert sum(entry.get("resumed", False) for entry in log) == 1
+    assert sum(entry.get("resumed", False) for entry in log_of(recipe)) == 1
     ends = [sha256_tree(run.directory / "train" / "trunk" / "final") for run in (recipe, whole)]
     assert ends[0] == ends[1]
+
+
+def leaving_loop(settings: dict[str, Any]) -> None:
+    """`train.worker_loop`, but rank 1 ends in front of its second report, once, where rank 0 waits for it."""
+    import ray.train
+
+    from pipelines import train
+
+    report, config = ray.train.report, settings["config"]
+    gone = Path(config["run_dir"]) / "gone"
+    state = Path(config["run_dir"]) / config["profile"] / "train" / settings["name"] / "checkpoints" / "step_4"
+    reports: list[dict[str, Any]] = []
+
+    def leave(metrics: dict[str, Any]) -> None:
+        if ray.train.get_context().get_world_rank() == 1 and len(reports) == 1 and not gone.exists():
+            while not state.is_dir():
+                time.sleep(0.05)
+            gone.touch()
+            os._exit(1)
+        reports.append(metrics)
+        report(metrics)
+
+    ray.train.report = leave
+    train.worker_loop(settings)
+
+
+def test_a_rank_that_ends_between_two_reports_is_not_waited_for(
+    nodes: Nodes,
+    recipe: PipelineConfig,  # noqa: F811
+    shipped: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A report is a barrier of all ranks: the run starts again from its newest state instead of hanging there."""
+    runs = {"trunk": replace(recipe.train.runs["trunk"], steps=8)}
+    recipe = with_train(recipe, runs=runs, num_workers=2, checkpoint_steps=2, log_steps=1, max_failures=1)
+    whole = twin_of(recipe, "whole")
+    train.run(whole)
+    monkeypatch.setattr(train, "worker_loop", leaving_loop)
+    result = train.run(recipe)
+    assert (Path(recipe.run_dir) / "gone").is_file() and result["runs"]["trunk"]["steps"] == 8
+    assert [entry["step"] for entry in log_of(recipe) if "resumed" in entry] == [4]
+    assert [entry["step"] for entry in log_of(recipe) if "loss" in entry] == list(range(1, 9))
+    ends = [sha256_tree(run.directory / "train" / "trunk" / "final") for run in (recipe, whole)]
+    assert ends[0] == ends[1]
+
+
+def test_evaluation_goes_on_with_what_is_not_measured_yet(nodes: Nodes, recipe: PipelineConfig) -> None:  # noqa: F811
+    """Its task starts again on another node: greedy results are there already, sampled ones are not."""
+    messages = [{"role": "user", "content": "What is a lattice?"}]
+    held_out = [Conversation(cid, messages, "test", "test", cid) for cid in "abcdefgh"]
+    folder = recipe.directory / "prepare"
+    described = (folder / "target.json").read_bytes()
+    folder.unlink()  # a link to what other tests read too
+    folder.mkdir()
+    write_conversations(folder / "held_out.parquet", held_out)
+    (folder / "target.json").write_bytes(described)
+    systems = {"autoregressive": SystemConfig()}
+    settings = EvaluateConfig(("held_out",), systems, max_new_tokens=200, bootstrap_samples=9, sampled_seeds=(1, 2, 3))
+    recipe = replace(recipe, evaluate=settings)
+    path = recipe.directory / "evaluate" / "results.json"
+    before: list[dict[str, Any]] = []
+
+    def lose() -> None:
+        before.append(json.loads(path.read_text()))
+        nodes.lose()
+
+    lost = once(path.is_file, lose)
+    result = evaluate.measure_on_cluster(recipe, 0.0)
+    assert lost.is_set() and result == {"tau": {"autoregressive": {"held_out": 1.0}}}
+    assert json.loads(path.read_text())["systems"] == before[0]["systems"]  # with their times
+    for seed in settings.sampled_seeds:
+        sampled = json.loads((path.parent / f"sampled_{seed}.json").read_text())
+        assert sampled["systems"]["autoregressive"]["held_out"]["tau"] == 1.0

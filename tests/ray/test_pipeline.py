@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -122,3 +123,19 @@ def test_a_second_run_does_nothing(run_dir: Path) -> None:
     finish(run_dir, "killed")
     assert [read_marker(config, name) for name in SIGNS] == before
     assert (run_dir / "killed.log").read_text(encoding="utf-8").count(": skipped: same hash ") >= len(SIGNS)
+
+
+def test_a_job_given_from_another_folder_finds_what_it_names(run_dir: Path, tmp_path: Path) -> None:
+    """The paths are those of where the command was given, the code is what was uploaded, and no variable says where."""
+    write_profile(tmp_path / "given.yaml")
+    values = yaml.safe_load((tmp_path / "given.yaml").read_text(encoding="utf-8"))
+    values["prompts"]["source"] = "./given.jsonl"
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    variables = {n: value for n, value in os.environ.items() if not n.startswith("RAY_") and n != "PYTHONPATH"}
+    command = [sys.executable, str(ROOT / "pipelines" / "local.py"), "demo", "--run-dir", str(run_dir)]
+    command += ["--profile", "given.yaml", "--until", "prepare"]
+    ended = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=WAIT_S)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
+    assert re.search(r"job lilicorr-\w+: SUCCEEDED", ended.stdout)
+    marker = read_marker(PipelineConfig(profile="given", run_dir=str(run_dir)), "prepare")
+    assert marker is not None and marker["metrics"]["rows"] == 16

@@ -64,8 +64,8 @@ def deploy(target: Path, checkpoint: Path, **arguments: Any) -> None:
 
     from serve_app.app import AppArgs, build_app
 
-    args = AppArgs(checkpoint=str(checkpoint), target=str(target), model_name="tiny", cpus=0.5, **arguments)
-    serve.run(build_app(args), name="lilicorr", route_prefix="/", external_scaler_enabled=True)
+    named = {"checkpoint": str(checkpoint), "target": str(target), "model_name": "tiny", "cpus": 0.5} | arguments
+    serve.run(build_app(AppArgs(**named)), name="lilicorr", route_prefix="/", external_scaler_enabled=True)
 
 
 @contextmanager
@@ -80,9 +80,14 @@ def serving(target: Path, checkpoint: Path, **arguments: Any) -> Iterator[str]:
     serve.shutdown()
 
 
-def replica_pids() -> list[int]:
-    """The processes of the replicas that this process's Serve says are running."""
+def running_replicas() -> list[dict[str, Any]]:
+    """What this process's Serve says of the replicas that are running."""
     from serve_app.controller import Controller
 
     replicas = Controller().details()["applications"]["lilicorr"]["deployments"]["Endpoint"]["replicas"]
-    return sorted(replica["pid"] for replica in replicas if replica["state"] == "RUNNING")
+    return [replica for replica in replicas if replica["state"] == "RUNNING"]
+
+
+def replica_pids() -> list[int]:
+    """The processes of those replicas."""
+    return sorted(replica["pid"] for replica in running_replicas())

@@ -194,6 +194,25 @@ def test_leaving_client_frees_its_row(served: Served) -> None:
     assert after.num_tokens - before.num_tokens < 250 * ROWS
 
 
+def test_streams_of_which_half_are_left_leave_nothing_behind(served: Served) -> None:
+    """Twenty of them, five at once: the gauge of requests in hand, which scaling down waits for, is 0 in the end."""
+    before = sum(served.replica.snapshot().num_finished.values())
+    body = chat_body("go on", SamplingParams(40), stream=True, ignore_eos=True)
+
+    def read(number: int) -> None:
+        with httpx2.stream("POST", served.url + CHAT, json=body, timeout=250) as response:
+            for line in response.iter_lines():
+                if number % 2 and '"delta"' in line:
+                    return
+
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(read, range(20)))
+    wait_until(lambda: served.replica.num_requests == 0, timeout_s=120)
+    wait_until(lambda: sum(served.replica.snapshot().num_finished.values()) == before + 20)
+    after = served.replica.snapshot()
+    assert after.running == after.waiting == 0 and after.free_pages == PAGES
+
+
 def test_answers_fit_the_page_pool(served: Served) -> None:
     """Pages for less than one context: the model card says how much, and no request waits for pages there are not."""
     assert served.model.max_model_len < 1024
