@@ -20,8 +20,8 @@ import pytest
 import test_regenerate
 from test_regenerate import change, expected, folder_of, found, make_slow
 from test_regenerate import config as corpus  # noqa: F401
-from test_train import config as recipe  # noqa: F401
-from test_train import inputs, with_train  # noqa: F401
+from training_runs import config as recipe  # noqa: F401
+from training_runs import with_train
 
 import fake_generator
 from lilicorr.config import EvaluateConfig, PipelineConfig, SystemConfig

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from test_train import RUNS, config, entries, in_process, inputs, with_train  # noqa: F401
+from test_train import entries
+from training_runs import RUNS, with_train
 
 from lilicorr.checkpoint import read_checkpoint
 from lilicorr.config import PipelineConfig
@@ -26,8 +27,8 @@ def sharded_rank(rank: int, folder: Path, job: train.Job) -> None:
 
 
 def test_sharded_workers_leave_what_one_leaves(
-    config: PipelineConfig,  # noqa: F811
-    in_process: list[str],  # noqa: F811
+    config: PipelineConfig,
+    in_process: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
