@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from models import running_replicas, serving
-from test_faults import STREAMS, case, read_while, wait_until_two_serve  # noqa: F401
+from test_faults import STREAMS, case, read_while, wait_until_served  # noqa: F401
 from test_load import Case, models  # noqa: F401
 
 from nodes import Nodes, node_cluster
@@ -29,13 +29,13 @@ def test_a_lost_node_costs_its_own_streams_and_its_replica_comes_back(
 ) -> None:
     """Two replicas on two of three nodes; proxy and controller are on the head, which stays."""
     with serving(*models, num_replicas=2, cpus=1.0, engine={"max_running": STREAMS}) as url:
-        wait_until_two_serve(url, case)
+        wait_until_served(url, case)
         before = {replica["node_id"]: replica["pid"] for replica in running_replicas()}
         assert len(before) == 2 and before.keys() <= nodes.nodes.keys()
         lost, kept = before
         ended = asyncio.run(read_while(url, case, lambda: nodes.lose(lost)))
         broken = [error for error in ended if error is not None]
         assert len(broken) < STREAMS < len(ended)  # answers of the replica that stays, whole and right
-        wait_until_two_serve(url, case)
+        wait_until_served(url, case)
         after = {replica["node_id"]: replica["pid"] for replica in running_replicas()}
         assert after.keys() == nodes.nodes.keys() - {lost} and after[kept] == before[kept]
