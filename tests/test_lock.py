@@ -113,14 +113,18 @@ def test_a_lock_that_is_given_back_meanwhile_is_free(tmp_path: Path) -> None:
     timer.join()
 
 
+def wait_for_a_heartbeat(path: Path) -> None:
+    """Return when the owner of the lock has said that it lives once more."""
+    first, deadline = read_owner(path)["heartbeat"], time.monotonic() + 10
+    while read_owner(path)["heartbeat"] == first:
+        assert time.monotonic() < deadline, "no further heartbeat"
+        time.sleep(0.01)
+
+
 def test_the_heartbeat_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "_lock.json"
     with Lock(path, heartbeat_s=0.01):
-        first = read_owner(path)["heartbeat"]
-        deadline = time.monotonic() + 10
-        while read_owner(path)["heartbeat"] == first:
-            assert time.monotonic() < deadline, "no second heartbeat"
-            time.sleep(0.01)
+        wait_for_a_heartbeat(path)
 
 
 def test_a_heartbeat_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +138,7 @@ def test_a_heartbeat_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(lock, "write_json", write)
     with Lock(path, heartbeat_s=0.01):
-        first = read_owner(path)["heartbeat"]
-        deadline = time.monotonic() + 10
-        while read_owner(path)["heartbeat"] == first:
-            assert time.monotonic() < deadline, "no heartbeat after the errors"
-            time.sleep(0.01)
+        wait_for_a_heartbeat(path)
     assert not failures
 
 
