@@ -27,6 +27,7 @@ from lilicorr.engine.pages import PAGE_SIZE
 from lilicorr.engine.trim import Packing
 from lilicorr.kernels.attention import Reading, check_width, paged_attention, plan_reading
 from lilicorr.kernels.norm_rope import Writing, norm_rope, plan_writing, rope_tables
+from lilicorr.kernels.topk_lse import check_candidates
 from lilicorr.target import Target, TargetOutput, target_head_dim
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -215,6 +216,8 @@ class PagedDrafter:
                 f"the target captures {target.layer_ids}"
             )
         shape, drafter = draft_model.shape, draft_model.drafter
+        if draft_model.embed.is_cuda and draft_model.head.format.candidates_field is not None:
+            check_candidates(draft_model.spec.num_candidates)  # when the engine is made, as `check_width`
         self.draft_model, self.fuse = draft_model, drafter.fuse
         self.num_slots, self.block_size = draft_model.spec.num_slots, draft_model.spec.block_size
         self.eps, self.norm = shape.rms_norm_eps, drafter.norm.weight

@@ -93,18 +93,31 @@ def _chosen(values, ranks, rank):
 
 
 @jit
-def _walk_kernel(scores, chosen, confidence, num_slots, K: tl.constexpr, SLOTS: tl.constexpr, EXACT: tl.constexpr):
-    """The walk through one block's scores; for the exact one every candidate carries the best path that ends in it."""
+def _walk_kernel(
+    scores,
+    chosen,
+    confidence,
+    num_slots,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """The walk through one block's scores; for the exact one every candidate carries the best path that ends in it.
+
+    Ranks from K on only fill up: a score of -inf is never the best.
+    """
     block = tl.program_id(0).to(tl.int64)
     scores += block * num_slots * K * K
-    ranks, slots = tl.arange(0, K), tl.arange(0, SLOTS)
-    square = ranks[:, None] * K + ranks[None, :]
+    ranks, slots = tl.arange(0, PADDED), tl.arange(0, SLOTS)
+    square, there = ranks[:, None] * K + ranks[None, :], ranks < K
+    pair_there = there[:, None] & there[None, :]
     path = tl.zeros([SLOTS], tl.int32)
     if EXACT:
-        best = tl.load(scores + ranks)
+        best = tl.load(scores + ranks, mask=there, other=float("-inf"))
         paths = tl.where(slots[None, :] == 0, ranks[:, None], 0)
         for slot in range(1, num_slots):
-            pairs = tl.load(scores + slot * K * K + square)
+            pairs = tl.load(scores + slot * K * K + square, mask=pair_there, other=float("-inf"))
             best, previous = tl.max(best[:, None] + pairs, axis=0, return_indices=True)
             came_from = previous[:, None] == ranks[None, :]
             paths = tl.sum(tl.where(came_from[:, :, None], paths[None, :, :], 0), axis=1)
@@ -112,8 +125,10 @@ def _walk_kernel(scores, chosen, confidence, num_slots, K: tl.constexpr, SLOTS: 
         path = tl.sum(tl.where((ranks == tl.argmax(best, axis=0))[:, None], paths, 0), axis=0)
     rank = 0
     for slot in range(num_slots):
-        pairs = tl.load(scores + slot * K * K + square, mask=(slot > 0) | (ranks[:, None] == 0), other=0.0)
-        row = tl.sum(tl.where(ranks[:, None] == rank, pairs, 0.0), axis=0)
+        pairs = tl.load(
+            scores + slot * K * K + square, mask=pair_there & ((slot > 0) | (ranks[:, None] == 0)), other=0.0
+        )
+        row = tl.where(there, tl.sum(tl.where(ranks[:, None] == rank, pairs, 0.0), axis=0), float("-inf"))
         rank = _chosen(path, slots, slot) if EXACT else tl.argmax(row, axis=0)
         weights = tl.exp(row - tl.max(row, axis=0))
         tl.store(chosen + block * num_slots + slot, rank.to(tl.int64))
@@ -128,13 +143,11 @@ def match_walk_triton(
     The greedy and the exact walk have a kernel; any other goes over the same scores as in the reference.
     """
     num_blocks, num_slots, num_candidates, width = into.shape
-    if num_candidates != next_power(num_candidates):
-        raise ValueError(f"the number of candidates must be a power of two, got {num_candidates}")
     assert start.shape == (num_blocks, width) and out.shape == into.shape, (start.shape, out.shape, into.shape)
     start, out, into = start.contiguous(), out.contiguous(), into.contiguous()
     scores = torch.empty(num_blocks, num_slots, num_candidates, num_candidates, device=into.device)
     if num_blocks:
-        padded = max(16, num_candidates)  # the least that a matrix unit takes
+        padded = max(16, next_power(num_candidates))  # the least that a matrix unit takes
         _scores_kernel[(num_blocks, num_slots)](
             start, out, into, scores, width, scale, eps, num_candidates, padded, VECTOR_BLOCK
         )
@@ -145,7 +158,7 @@ def match_walk_triton(
     ranks = torch.empty(num_blocks, num_slots, dtype=torch.int64, device=into.device)
     confidence = torch.empty(num_blocks, num_slots, device=into.device)
     if num_blocks:
-        sizes = (num_slots, num_candidates, next_power(num_slots), walk == "exact")
+        sizes = (num_slots, num_candidates, next_power(num_candidates), next_power(num_slots), walk == "exact")
         _walk_kernel[(num_blocks,)](scores, ranks, confidence, *sizes, num_warps=4 if walk == "exact" else 1)
     return ranks, confidence
 

@@ -121,9 +121,11 @@ def _merge_kernel(
 
 
 def topk_lse_triton(logits: Tensor, num_candidates: int, num_ids: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The Triton version of `topk_lse`: every slice of a row once, then the slices of a row together."""
-    if num_candidates not in (1, 2, 4, 8, 16, MAX_CANDIDATES):
-        raise ValueError(f"num_candidates must be a power of two up to {MAX_CANDIDATES}, got {num_candidates}")
+    """The Triton version of `topk_lse`: every slice of a row once, then the slices of a row together.
+
+    What is found are candidates up to the next power of two.
+    """
+    check_candidates(num_candidates)
     assert not (torch.is_grad_enabled() and logits.requires_grad), "topk_lse has no gradient on a GPU"
     assert logits.stride(1) == 1, f"logits of strides {logits.stride()} are not contiguous in the vocabulary"
     num_rows, num_ids = logits.shape[0], logits.shape[1] if num_ids is None else num_ids
@@ -132,24 +134,28 @@ def topk_lse_triton(logits: Tensor, num_candidates: int, num_ids: int | None = N
     steps = min(steps, max(UNROLLED, next_power(ceil_div(num_ids, LANES))))
     num_parts = ceil_div(num_ids, steps * LANES)
 
+    num_found = next_power(num_candidates)
+
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    part_values = empty(num_rows, num_parts, num_candidates)
-    part_ids = empty(num_rows, num_parts, num_candidates, dtype=torch.int32)
+    part_values = empty(num_rows, num_parts, num_found)
+    part_ids = empty(num_rows, num_parts, num_found, dtype=torch.int32)
     maxima, sums = empty(num_rows, num_parts), empty(num_rows, num_parts)
-    values, ids, lse = (
-        empty(num_rows, num_candidates),
-        empty(num_rows, num_candidates, dtype=torch.int64),
-        empty(num_rows),
-    )
+    values, ids, lse = empty(num_rows, num_found), empty(num_rows, num_found, dtype=torch.int64), empty(num_rows)
     if num_rows:
         parts = (part_values, part_ids, maxima, sums)
         _slice_kernel[(num_rows, num_parts)](
-            logits, logits.stride(0), num_ids, *parts, num_candidates, LANES, steps, UNROLLED
+            logits, logits.stride(0), num_ids, *parts, num_found, LANES, steps, UNROLLED
         )
-        _merge_kernel[(num_rows,)](*parts, values, ids, lse, num_parts, num_candidates, next_power(num_parts))
-    return values, ids, lse
+        _merge_kernel[(num_rows,)](*parts, values, ids, lse, num_parts, num_found, next_power(num_parts))
+    return values[:, :num_candidates].contiguous(), ids[:, :num_candidates].contiguous(), lse
+
+
+def check_candidates(num_candidates: int) -> None:
+    """Raise ValueError for more candidates than the kernel takes."""
+    if not 1 <= num_candidates <= MAX_CANDIDATES:
+        raise ValueError(f"num_candidates must be in 1..{MAX_CANDIDATES} on a GPU, got {num_candidates}")
 
 
 def topk_lse(logits: Tensor, num_candidates: int, num_ids: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,7 +163,7 @@ def topk_lse(logits: Tensor, num_candidates: int, num_ids: int | None = None) ->
 
     logits [M, V] of any float type; columns from `num_ids` on do not count (None: all do). Returns values [M, K],
     ids [M, K] int64 and lse [M], values and lse in fp32 (fp64 for fp64 logits on a CPU). A row of -inf has the ids
-    0..K-1, values and lse -inf. On a GPU there is no gradient and K must be a power of two up to 32.
+    0..K-1, values and lse -inf. On a GPU there is no gradient and K is at most 32.
     """
     version = topk_lse_triton if logits.is_cuda else topk_lse_reference
     return version(logits, num_candidates, num_ids)

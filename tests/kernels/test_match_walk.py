@@ -36,7 +36,9 @@ def test_reference_is_cosines_and_a_softmax():
 
 
 @pytest.mark.parametrize("walk", sorted(WALKS))
-@pytest.mark.parametrize("shape", [(1, 1, 1, 16), (3, 2, 2, 33), (5, 15, 8, 64), (2, 7, 16, 130)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 16), (3, 2, 2, 33), (5, 15, 8, 64), (2, 7, 16, 130), (4, 6, 3, 20), (2, 4, 20, 32)]
+)
 def test_triton_equals_reference(shape: tuple[int, int, int, int], walk: str, device: str):
     vectors = [x.to(device) for x in make_vectors(*shape)]
     ranks, confidence = match_walk_triton(*vectors, SCALE, EPS, walk)
@@ -73,9 +75,15 @@ def test_a_walk_without_a_kernel_goes_over_the_scores(monkeypatch: pytest.Monkey
     assert not torch.equal(ranks, match_walk_triton(*vectors, SCALE, EPS)[0])
 
 
-def test_no_blocks_and_odd_numbers_of_candidates(device: str):
-    vectors = [x.to(device) for x in make_vectors(1, 2, 3, 16)]
-    with pytest.raises(ValueError, match="power of two, got 3"):
-        match_walk_triton(*vectors, SCALE, EPS)
+@pytest.mark.parametrize("walk", sorted(WALKS))
+def test_scores_below_those_of_a_missing_candidate_are_chosen(walk: str, device: str):
+    """Of three candidates none may lose to the fourth that only fills the kernel up: all scores are negative."""
+    start, out, into = (x.abs().to(device) for x in make_vectors(3, 5, 3, 16))
+    ranks, confidence = match_walk_triton(-start, -out, into, SCALE, EPS, walk)
+    expected = match_walk_reference(-start, -out, into, SCALE, EPS, walk)
+    assert torch.equal(ranks, expected[0]) and torch.allclose(confidence, expected[1], atol=1e-5)
+
+
+def test_no_blocks(device: str):
     nobody = [x[:0].to(device) for x in make_vectors(1, 5, 4, 16)]
     assert [x.shape for x in match_walk_triton(*nobody, SCALE, EPS)] == [(0, 5), (0, 5)]
