@@ -62,6 +62,9 @@ ablations: demo
 tables: override ARGS += --systems all --ablations --tables --until evaluate
 tables: demo
 
+# Tensors of tests on huge pages: on some virtual machines small ones cost more than the arithmetic (docs/decisions.md).
+test test-slow: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
 

@@ -200,6 +200,32 @@ def test_a_head_gets_its_own_token_and_a_short_folder(
     assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(folder / "token") and "RAY_AUTH_TOKEN" not in os.environ
 
 
+@pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=2"])
+def test_processes_of_a_head_keep_their_memory_unless_the_user_says_otherwise(
+    tmp_path: Path, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(local.subprocess, "Popen", lambda _, **options: given.update(options) or bystander)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if own is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    _, head = local.launch(tmp_path / ".ray")
+    Path(head["temporary"]).rmdir()
+    assert given["env"]["GLIBC_TUNABLES"] == (own or local.ALLOCATOR)
+
+
+def test_the_allocator_understands_its_settings() -> None:
+    """A name that glibc does not know is ignored without a word, so what it lists is looked at."""
+    loader = next((path for path in Path("/lib64").glob("ld-linux-*.so.2")), None)
+    if loader is None:
+        pytest.skip("no glibc")
+    environment = {"GLIBC_TUNABLES": local.ALLOCATOR}
+    listed = subprocess.run([loader, "--list-tunables"], env=environment, capture_output=True, text=True, check=True)
+    found = dict(line.split(":", 1) for line in listed.stdout.splitlines() if line.startswith("glibc.malloc."))
+    for name, value in (setting.split("=") for setting in local.ALLOCATOR.split(":")):
+        assert int(found[name].split()[0], 0) == int(value)
+
+
 def test_the_default_temporary_folder_is_used_where_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     short = tempfile.mkdtemp(prefix="lr-", dir="/tmp")
     monkeypatch.setattr(tempfile, "tempdir", short)
