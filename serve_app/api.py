@@ -38,8 +38,13 @@ class Endpoint:
 
     def __init__(self, model: ServedModel, replica: Replica, limits: Limits) -> None:
         self.model, self.replica, self.limits = model, replica, limits
-        self.card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "lilicorr"}
-        self.card |= {"max_model_len": model.max_model_len, "fingerprint": model.fingerprint}
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """What /v1/models says of the model."""
+        model = self.model
+        card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "lilicorr"}
+        return card | {"max_model_len": model.max_model_len, "fingerprint": model.fingerprint}
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""

@@ -12,6 +12,7 @@ Serve sends nothing new to a replica that is to go, and waits up to `DRAIN_S` un
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
@@ -25,6 +26,7 @@ from serve_app.guard import Limits, read_keys
 from serve_app.metrics import Report
 from serve_app.operations import Operations, read_admin_key
 from serve_app.peers import Peers, Plain
+from serve_app.reload import Reloader
 from serve_app.replica import Replica
 from serve_app.scale import DEPLOYMENT
 from serve_app.served_model import check_weights, open_model
@@ -55,6 +57,7 @@ class Endpoint:
         self._model, engine = open_model(args)
         self._rows = args.engine_config.max_running
         self._replica = Replica(engine, args.max_requests, args.stall_s)
+        self._reloader = Reloader(args, engine, self._model, self._replica)
         context = serve.get_replica_context()
         self._name, names = context.replica_id.unique_id, (context.app_name, context.deployment)
         self._peers = Peers(self._report, self._ask_others)
@@ -71,6 +74,10 @@ class Endpoint:
         if hasattr(self, "_replica"):  # else the models could not be loaded
             self._replica.close()
 
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve calls it with the `user_config` of a new or changed config, see `reload`."""
+        await self._reloader.apply(user_config)
+
     def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
         self._replica.check()
@@ -86,8 +93,9 @@ class Endpoint:
         return autoscaling.stats(state.running, self._rows, used, state.total_pages, state.waiting_tokens)
 
     def _report(self) -> Report:
-        recorder = self._replica.recorder
-        return Report(self._name, time.time(), self._rows, self._replica.snapshot(), recorder.histograms())
+        state, histograms = self._replica.snapshot(), self._replica.recorder.histograms()
+        reloads = dict(self._reloader.counts)
+        return Report(self._name, time.time(), self._rows, state, histograms, num_weight_reloads=reloads)
 
     async def _ask_others(self, report: Plain) -> Sequence[dict[str, Plain] | BaseException]:
         context = serve.get_replica_context()

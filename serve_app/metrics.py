@@ -13,8 +13,8 @@ blocks that were cut at the end of an answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -28,6 +28,7 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 Record = TypeVar("Record")
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
+RELOAD_OUTCOMES = ("applied", "refused")
 
 # name -> what it is; `{label}` after a name is a label besides `model_name` and `replica`
 GAUGES = {
@@ -57,6 +58,7 @@ COUNTERS = {
     "lilicorr:prefill_tokens": "Positions prefilled: prompt tokens without the cached ones.",
     "lilicorr:blocks": "Blocks verified.",
     "lilicorr:block_tokens": "Tokens these blocks added to answers, bonus tokens included.",
+    "lilicorr:weight_reloads{outcome}": "Times the replica was told to take other weights: applied or refused.",
     "lilicorr:gather_failures": "Times this replica could not ask the others for their reports.",
 }
 
@@ -71,6 +73,7 @@ class Report:
     snapshot: Snapshot
     histograms: dict[str, Histogram]
     num_gather_failures: int = 0
+    num_weight_reloads: Mapping[str, int] = field(default_factory=dict)  # attempts by outcome, see `reload`
 
     def plain(self) -> dict[str, Any]:
         """As it goes to other replicas, without any class: during an update some are of another version."""
@@ -132,6 +135,7 @@ def counters(report: Report) -> dict[str, float | dict[str, float]]:
         "lilicorr:prefill_tokens": state.num_prompt_tokens,
         "lilicorr:blocks": state.num_blocks,
         "lilicorr:block_tokens": state.num_block_tokens,
+        "lilicorr:weight_reloads{outcome}": {how: report.num_weight_reloads.get(how, 0) for how in RELOAD_OUTCOMES},
         "lilicorr:gather_failures": report.num_gather_failures,
     }
 

@@ -10,6 +10,7 @@ decode it sleeps in the inbox.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import queue
@@ -103,6 +104,13 @@ class _Abort:
     reason: str
 
 
+@dataclass(frozen=True)
+class _Exchange:
+    write: Callable[[], None]
+    identity: str
+    done: concurrent.futures.Future[None]
+
+
 class Ticket:
     """Requests in the replica's hands. Iterate over their chunks, and close it whatever happens."""
 
@@ -150,8 +158,9 @@ class Replica:
         self.recorder = Recorder()
         self._engine = engine
         self._stall_s = stall_s
-        self._inbox: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
-        self._mailboxes: dict[str, _Mailbox] = {}  # the thread's own, as the next two
+        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Exchange | None] = queue.SimpleQueue()
+        self._mailboxes: dict[str, _Mailbox] = {}  # the thread's own, as the next three
+        self._exchanging: concurrent.futures.Future[None] | None = None
         self._num_drafts = 0
         self._finished: Counter[str] = Counter()
         self._num_requests = 0  # the event loop's own
@@ -195,6 +204,15 @@ class Replica:
         self._num_requests += count
         return Ticket(requests, mailbox, self._abort, lambda: self._release(count))
 
+    async def exchange_weights(self, write: Callable[[], None], identity: str) -> None:
+        """Have the decoding thread call `Engine.exchange_weights` between two steps; raises ReplicaDeadError."""
+        self.check()
+        message = _Exchange(write, identity, concurrent.futures.Future())
+        self._inbox.put(message)
+        if self._death is not None:  # see `submit`
+            raise ReplicaDeadError(self._death)
+        await asyncio.wrap_future(message.done)
+
     def check(self) -> None:
         """Raise ReplicaDeadError if the decoding thread has died or stalls."""
         if self._death is not None:
@@ -224,11 +242,7 @@ class Replica:
                     self._step_began = began = time.monotonic()
                     chunks = self._engine.step()
                     self._step_began = None
-                    running = (progress.request.id for progress in self._engine.scheduler.running)
-                    self.recorder.stepped(began, running, chunks)
-                    for chunk in chunks:
-                        self._publish(chunk)
-                    self._snapshot = self._look()
+                    self._deliver(began, chunks)
         except BaseException as error:
             logger.exception("the decoding thread died")
             reason = f"the decoding thread died: {type(error).__name__}: {error}"
@@ -246,6 +260,8 @@ class Replica:
             if isinstance(message, _Submit):
                 self.recorder.arrived(message.request, message.arrived)
                 self._start(message.request, message.mailbox)
+            elif isinstance(message, _Exchange):
+                self._exchange(message)
             elif self._mailboxes.pop(message.request_id, None) is not None:
                 self._engine.abort(message.request_id)
                 self.recorder.ended(message.request_id)
@@ -260,6 +276,23 @@ class Replica:
         except Exception as error:
             logger.exception("request %s was refused by the engine", request.id)
             self._publish(TokenChunk(request.id, [], error=f"{type(error).__name__}: {error}"))
+
+    def _exchange(self, message: _Exchange) -> None:
+        """Change the weights; whatever goes wrong there leaves the engine in no known state and ends the thread."""
+        if message.done.set_running_or_notify_cancel():
+            self._exchanging = message.done
+            began = time.monotonic()
+            self._deliver(began, self._engine.exchange_weights(message.write, message.identity))
+            self._exchanging = None
+            message.done.set_result(None)
+
+    def _deliver(self, began: float, chunks: list[TokenChunk]) -> None:
+        """A step that began then (monotonic) has ended."""
+        running = (progress.request.id for progress in self._engine.scheduler.running)
+        self.recorder.stepped(began, running, chunks)
+        for chunk in chunks:
+            self._publish(chunk)
+        self._snapshot = self._look()
 
     def _publish(self, chunk: TokenChunk) -> None:
         self._num_drafts += chunk.num_drafted > 0
@@ -301,9 +334,13 @@ class Replica:
     def _end(self, reason: str) -> None:
         """Say why, and fail every request that is in hand or still in the inbox."""
         self._death = reason
+        if self._exchanging is not None:
+            self._exchanging.set_exception(ReplicaDeadError(reason))
         while not self._inbox.empty():
             message = self._inbox.get()
             if isinstance(message, _Submit):
                 self._mailboxes[message.request.id] = message.mailbox
+            elif isinstance(message, _Exchange) and message.done.set_running_or_notify_cancel():
+                message.done.set_exception(ReplicaDeadError(reason))
         for request_id, mailbox in self._mailboxes.items():
             mailbox.put(TokenChunk(request_id, [], error=reason))

@@ -37,9 +37,9 @@ FINGERPRINT_DIGITS = 16
 Made = TypeVar("Made")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ServedModel:
-    """What the HTTP side knows of the model it answers for."""
+    """What the HTTP side knows of the model it answers for. Nothing of it changes but the fingerprint (`reload`)."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
@@ -91,16 +91,25 @@ def open_model(args: AppArgs) -> tuple[ServedModel, Engine]:
     """
     config, layer_ids = check_weights(args)
     target = load_target(config, "cuda" if args.gpus > 0 else "cpu", layer_ids)
-    yarn = from_dict(YarnConfig, args.yarn, "yarn.") if args.yarn else None
     if args.max_model_len is not None and args.max_model_len > target.max_length:
         raise ValueError(f"max_model_len {args.max_model_len} is more than the target's context of {target.max_length}")
-    draft_model = load_draft_model(Path(args.checkpoint), target, yarn=yarn)
+    draft_model = load_draft_model(Path(args.checkpoint), target, yarn=drafter_yarn(args))
     if not args.version:
-        args = args.model_copy(update={"version": sha256_tree(Path(args.checkpoint))[:FINGERPRINT_DIGITS]})
+        args = args.model_copy(update={"version": fingerprint(Path(args.checkpoint))})
     engine = Engine(target, draft_model, args.engine_config, args.version)
     model = served_model(args, engine)
     _warm_up(engine, model)
     return model, engine
+
+
+def drafter_yarn(args: AppArgs) -> YarnConfig | None:
+    """How the arguments stretch the drafter's positions; None: as the checkpoint says."""
+    return from_dict(YarnConfig, args.yarn, "yarn.") if args.yarn else None
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """Of the files of a checkpoint's folder."""
+    return sha256_tree(checkpoint)[:FINGERPRINT_DIGITS]
 
 
 def served_model(args: AppArgs, engine: Engine) -> ServedModel:

@@ -1,7 +1,9 @@
-"""`checkpoint.fit`: a checkpoint that was not made for a target is refused by name, before any weights are read."""
+"""`checkpoint.fit`: a checkpoint that was not made for a target is refused by name, before any weights are read, and
+weights that cannot take the place of others are refused before those are touched."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from lilicorr.checkpoint import check_fits, save_draft_model
-from lilicorr.config import TargetConfig
+from lilicorr.checkpoint import (
+    check_fits,
+    checkpoint_tensors,
+    load_draft_model,
+    replacement_weights,
+    save_draft_model,
+    write_weights,
+)
+from lilicorr.config import TargetConfig, YarnConfig
+from lilicorr.draft_model import build_draft_model
+from lilicorr.drafter import block_spec, drafter_shape
 from lilicorr.target import Target
-from test_checkpoint import edit_config, make
+from test_checkpoint import DRAFTER, HEAD, edit_config, make
 
 Config = dict[str, Any]
 SOURCE = "someone/target-1b"
@@ -101,3 +112,56 @@ def test_a_folder_that_is_no_draft_model_is_refused(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match="is not a draft model: config.json is missing"):
         check_fits(folder, TargetConfig(SOURCE))
+
+
+def test_weights_of_the_same_kind_take_the_place_of_others(target: Target, tmp_path: Path) -> None:
+    used, new = make(target), make(target)
+    for parameter in new.parameters():
+        torch.nn.init.normal_(parameter)
+    storages = {name: tensor.data_ptr() for name, tensor in checkpoint_tensors(used).items()}
+    save_draft_model(tmp_path / "new", new, TARGET_INFO, "bfloat16")
+    write_weights(used, replacement_weights(tmp_path / "new", target, used))
+    for name, tensor in checkpoint_tensors(used).items():
+        assert torch.equal(tensor, checkpoint_tensors(new)[name].to(torch.bfloat16).to(tensor.dtype)), name
+        assert tensor.data_ptr() == storages[name] and tensor.dtype == torch.float32
+
+
+OTHER_KINDS = [
+    ({"block_size": 6}, {}, {}, "block_size is 6, of the draft model in use it is 5"),
+    ({"num_candidates": 2}, {}, {}, "num_candidates is 2, of the draft model in use it is 3"),
+    ({"num_layers": 1, "num_captured_layers": 2}, {}, {}, "num_layers is 1, of the draft model in use it is 2"),
+    ({}, {"factor_dim": 4}, {}, "head_config.factor_dim is 4, of the draft model in use it is 12"),
+    ({}, {}, {"vocab_ids": [0, 1, 2, 5]}, "draft_vocab_size is 4, of the draft model in use it is None"),
+]
+
+
+@pytest.mark.parametrize("drafter, head, others, message", OTHER_KINDS)
+def test_a_draft_model_of_another_kind_is_no_replacement(
+    target: Target, tmp_path: Path, drafter: Config, head: Config, others: Config, message: str
+) -> None:
+    used, config = make(target), dataclasses.replace(DRAFTER, **drafter)
+    ids = torch.tensor(others["vocab_ids"]) if others else None
+    shape = drafter_shape(config, target.config)
+    spec = block_spec(config, target.config, target.mask_token_id)
+    other = build_draft_model(shape, spec, "lilicorr", HEAD | head, target, ids)
+    save_draft_model(tmp_path / "other", other, TARGET_INFO, "float32")
+    before = {name: tensor.clone() for name, tensor in checkpoint_tensors(used).items()}
+    with pytest.raises(ValueError, match=message):
+        replacement_weights(tmp_path / "other", target, used)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in checkpoint_tensors(used).items())
+
+
+def test_another_draft_vocabulary_of_the_same_size_is_no_replacement(target: Target, tmp_path: Path) -> None:
+    used, other = (make(target, "argmax", torch.tensor(ids)) for ids in ([0, 1, 2, 5], [0, 1, 2, 6]))
+    save_draft_model(tmp_path / "other", other, TARGET_INFO, "float32")
+    with pytest.raises(ValueError, match=r"draft_vocab\.npy holds other ids than the draft model in use predicts"):
+        replacement_weights(tmp_path / "other", target, used)
+
+
+def test_stretched_positions_are_no_difference_where_the_server_stretches_them(target: Target, tmp_path: Path) -> None:
+    yarn = YarnConfig(2.0, 64)
+    save_draft_model(tmp_path / "final", make(target), TARGET_INFO, "float32")
+    used = load_draft_model(tmp_path / "final", target, yarn=yarn)
+    assert replacement_weights(tmp_path / "final", target, used, yarn).keys() == checkpoint_tensors(used).keys()
+    with pytest.raises(ValueError, match="yarn is None, of the draft model in use it is"):
+        replacement_weights(tmp_path / "final", target, used)

@@ -1,6 +1,6 @@
 """Draft models on disk: `store` reads and writes them, `format` has the spellings of other projects in a table."""
 
-from lilicorr.checkpoint.fit import check_fits, readers_of
+from lilicorr.checkpoint.fit import check_fits, readers_of, replacement_weights
 from lilicorr.checkpoint.store import (
     Checkpoint,
     captured_layers,
@@ -10,6 +10,7 @@ from lilicorr.checkpoint.store import (
     read_info,
     save_draft_model,
     write_checkpoint,
+    write_weights,
 )
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "read_checkpoint",
     "read_info",
     "readers_of",
+    "replacement_weights",
     "save_draft_model",
     "write_checkpoint",
+    "write_weights",
 ]

@@ -1,19 +1,35 @@
 """Whether a checkpoint was made for a target, by their configurations alone, and who reads it as it stands.
 
-Place in the flow: the endpoint asks before it stops or starts a replica. What weights alone can show, names and shapes
+Place in the flow: the endpoint asks before it stops or starts a replica, and before a replica exchanges its weights
+for others (`replacement_weights`, the only one that reads weights). What weights alone can show, names and shapes
 of tensors and copies of the target's tables, `store.load_draft_model` holds against the loaded target.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from lilicorr.checkpoint.description import check_target, target_of
+import torch
+from torch import Tensor
+
+from lilicorr.checkpoint.description import Description, check_target, describe_model, target_of
 from lilicorr.checkpoint.field import read_json
 from lilicorr.checkpoint.format import spelled_as
-from lilicorr.checkpoint.store import CONFIG, INFO, Checkpoint, read_fields, read_tensors
-from lilicorr.config import TargetConfig
-from lilicorr.target import model_config
+from lilicorr.checkpoint.store import (
+    CONFIG,
+    DRAFT_VOCAB,
+    INFO,
+    Checkpoint,
+    read_checkpoint,
+    read_fields,
+    read_tensors,
+)
+from lilicorr.config import TargetConfig, YarnConfig
+from lilicorr.draft_model import DraftModel
+from lilicorr.heads import HEADS
+from lilicorr.target import Target, model_config
 
 
 def check_fits(folder: Path, target: TargetConfig) -> None:
@@ -46,3 +62,37 @@ def readers_of(folder: Path, checkpoint: Checkpoint) -> list[str]:
     names = {name.removeprefix("model.") for name in read_tensors(folder)}
     fields = read_json(Path(folder) / CONFIG)
     return spelled_as(fields, names, checkpoint.tensors, checkpoint.description, checkpoint.info)
+
+
+def replacement_weights(
+    folder: Path, target: Target, draft_model: DraftModel, yarn: YarnConfig | None = None
+) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that may take the place of those of `draft_model`, see `store.write_weights`.
+
+    `yarn` is what `draft_model` was loaded with. Raises ValueError as `read_checkpoint`, and for a checkpoint that
+    differs in more than its weights.
+    """
+    folder = Path(folder)
+    checkpoint = read_checkpoint(folder, target)
+    new, own = checkpoint.description, describe_model(draft_model, "float32")
+    if yarn is not None:
+        new = replace(new, shape=replace(new.shape, yarn=yarn))
+    served = _facts(own)
+    for name, value in _facts(new).items():
+        if value != served.get(name):
+            raise ValueError(
+                f"{folder / CONFIG}: {name} is {value}, of the draft model in use it is {served.get(name)}"
+            )
+    ids = checkpoint.vocab_ids
+    if ids is not None and not torch.equal(ids, draft_model.vocab_ids.cpu()):
+        raise ValueError(f"{folder / DRAFT_VOCAB} holds other ids than the draft model in use predicts")
+    return checkpoint.tensors
+
+
+def _facts(description: Description) -> dict[str, Any]:
+    """What a draft model is but for its weights."""
+    facts = {"head": description.head, "draft_vocab_size": description.num_draft_ids} | asdict(description.spec)
+    if HEADS[description.head].format.candidates_field is None:
+        del facts["num_candidates"]  # a checkpoint of such a head names none
+    facts |= asdict(description.shape)
+    return facts | {f"head_config.{name}": value for name, value in description.head_config.items()}

@@ -80,6 +80,12 @@ def checkpoint_tensors(draft_model: DraftModel) -> dict[str, Tensor]:
     return draft_model.drafter.state_dict() | {form.prefix + name: tensor for name, tensor in head.items()}
 
 
+def write_weights(draft_model: DraftModel, tensors: dict[str, Tensor]) -> None:
+    """Overwrite the draft model's own tensors, in place and in their type, with those of the same names."""
+    for name, tensor in checkpoint_tensors(draft_model).items():  # they share storage with the parameters
+        tensor.copy_(tensors[name])
+
+
 def save_draft_model(
     folder: Path, draft_model: DraftModel, target_info: dict[str, Any], dtype: str = "bfloat16"
 ) -> None:
@@ -187,8 +193,7 @@ def load_draft_model(
             )
     settings = (head_config or {}) | fixed
     draft_model = build_draft_model(shape, description.spec, name, settings, target, checkpoint.vocab_ids)
-    for tensor_name, tensor in checkpoint_tensors(draft_model).items():
-        tensor.copy_(checkpoint.tensors[tensor_name])  # state_dict shares storage with the parameters
+    write_weights(draft_model, checkpoint.tensors)
     return draft_model.to(target.device, dtype or target.embed.dtype).eval()
 
 

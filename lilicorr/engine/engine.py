@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +81,7 @@ class Engine:
     def __init__(
         self, target: Target, draft_model: DraftModel | None, config: EngineConfig, identity: str = ""
     ) -> None:
-        self.target, self.config = target, config
+        self.target, self.draft_model, self.config = target, draft_model, config
         num_tokens = draft_model.spec.num_slots + 1 if draft_model is not None else 1  # of a pass, for each row
         if config.deterministic and num_tokens > config.deterministic_width:
             raise ValueError(
@@ -196,6 +196,18 @@ class Engine:
             self._launch_decode(decoding)
         idle = not pieces and not decoding
         self._publish(chunks, self.scheduler.step_id - (0 if idle else self._steps_behind))
+        return chunks
+
+    @torch.no_grad()
+    def exchange_weights(self, write: Callable[[], None], identity: str) -> list[TokenChunk]:
+        """Have `write` change the draft model's weights in place; `identity` stands for them from then on.
+
+        Every request goes on with them, prefilled again. Returns what was in flight, as `step`.
+        """
+        chunks: list[TokenChunk] = []
+        self._publish(chunks, self.scheduler.step_id)
+        self.scheduler.start_over(identity)
+        write()
         return chunks
 
     def generate(

@@ -26,6 +26,11 @@ def num_pages_for(num_positions: int) -> int:
     return -(-num_positions // PAGE_SIZE)
 
 
+def _root_of(identity: str) -> bytes:
+    """What the chains of all keys begin with."""
+    return hashlib.blake2b(identity.encode(), digest_size=16).digest()
+
+
 class PagePool:
     """`num_pages` pages and what is known of their content. `identity` stands for the weights of the models."""
 
@@ -33,7 +38,7 @@ class PagePool:
         if num_pages < 1:
             raise ValueError(f"num_pages must be at least 1, got {num_pages}")
         self.num_pages = num_pages
-        self._root = hashlib.blake2b(identity.encode(), digest_size=16).digest()
+        self._root = _root_of(identity)
         self._free = list(range(num_pages - 1, -1, -1))  # a stack; low ids first
         self._references = [0] * num_pages
         self._keys: list[bytes | None] = [None] * num_pages
@@ -119,6 +124,16 @@ class PagePool:
         if key not in self._by_key and self._keys[page] is None:
             self._keys[page] = key
             self._by_key[key] = page
+
+    def forget(self, identity: str) -> None:
+        """The models have changed and are those of `identity` now: nothing that is written is known any more.
+
+        No page may be in use or late.
+        """
+        assert self.num_free == self.num_pages, f"{self.num_pages - self.num_free} pages are in use"
+        while self._cached:
+            self._free.append(self._evict())
+        self._root = _root_of(identity)
 
     def _evict(self) -> int:
         """Forget the content of the cached page that was given back longest ago."""

@@ -147,6 +147,15 @@ class Scheduler:
         self.waiting.appendleft(progress)
         self.num_preemptions += 1
 
+    def start_over(self, identity: str) -> None:
+        """The models become those of `identity`: all rows are preempted, no page is known; no step may be in flight."""
+        while self.running:
+            self.preempt()
+        self.pool.collect(self.step_id)
+        for progress in self.waiting:
+            progress.keys.clear()
+        self.pool.forget(identity)
+
     def commit(self, progress: Progress, token_ids: list[int]) -> None:
         """A step has made these tokens part of the answer."""
         progress.token_ids += token_ids

@@ -145,6 +145,21 @@ def test_the_second_page_of_the_same_content_stays_unknown() -> None:
     assert pool.allocate(1) == [1] and pool.find([key]) == [0]
 
 
+def test_pages_of_other_models_are_forgotten() -> None:
+    pool = PagePool(3)
+    old = keys_of(pool, 128 * [3])
+    pages = pool.allocate(2)
+    for page, key in zip(pages, old):
+        pool.register(page, key)
+    pool.release(pages, 0)
+    with pytest.raises(AssertionError, match="2 pages are in use"):
+        pool.forget("other")
+    pool.collect(0)
+    pool.forget("other")
+    assert pool.num_free == 3 and pool.find(old) == [] and sorted(pool.allocate(3)) == [0, 1, 2]
+    assert keys_of(pool, 128 * [3]) == keys_of(PagePool(3, "other"), 128 * [3]) != old
+
+
 def test_sizes() -> None:
     assert [num_pages_for(n) for n in (0, 1, 64, 65)] == [0, 1, 1, 2]
     with pytest.raises(ValueError, match="num_pages must be at least 1, got 0"):

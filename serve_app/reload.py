@@ -1,0 +1,78 @@
+"""Other weights for a replica that goes on answering: the deployment's `user_config`.
+
+Place in the flow: Serve calls `app.Endpoint.reconfigure` when a config with another `user_config` is deployed, and in
+each new replica; `Reloader` reads the checkpoint aside, holds it against the draft model in use, and has the decoding
+thread write it over that one between two steps. No stream ends: the target stays, so answers stay what they are, and
+rows are prefilled again because what was written for the old drafter is of no use to the new one.
+
+A checkpoint that is refused changes nothing. It must not stop the replica, as an exception would have Serve do: the
+reason is logged, and counted in `lilicorr:weight_reloads_total`; `/version` says which weights are in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from lilicorr.checkpoint import replacement_weights, write_weights
+from lilicorr.engine.engine import Engine
+from serve_app.args import AppArgs
+from serve_app.metrics import RELOAD_OUTCOMES
+from serve_app.replica import Replica
+from serve_app.served_model import ServedModel, drafter_yarn, fingerprint
+
+logger = logging.getLogger(__name__)
+
+APPLIED, REFUSED = RELOAD_OUTCOMES
+
+
+class Weights(BaseModel):
+    """What stands under `user_config` of a Serve config: the same kind of draft model as `args.checkpoint`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    checkpoint: str  # a folder, the same on every node
+    version: str = ""  # of the weights; empty: the hash of the checkpoint. A changed one has them read again
+
+
+class Reloader:
+    """Exchanges the weights of one replica. `counts` are its attempts by their outcome."""
+
+    def __init__(self, args: AppArgs, engine: Engine, model: ServedModel, replica: Replica) -> None:
+        self.counts: Counter[str] = Counter()
+        self._engine, self._model, self._replica = engine, model, replica
+        self._yarn = drafter_yarn(args)
+        self._latest: Any = None
+
+    async def apply(self, user_config: Any) -> None:
+        """Take the weights that `user_config` names, unless it is what was asked for last.
+
+        Raises ReplicaDeadError if nobody decodes.
+        """
+        if user_config == self._latest:  # Serve asks whenever a replica's rank changes, too
+            return
+        self._latest = user_config
+        try:
+            version, tensors = await asyncio.to_thread(self._read, user_config)
+        except (ValueError, OSError) as error:
+            self.counts[REFUSED] += 1
+            logger.error("user_config %s is refused, the weights stay as they are: %s", user_config, error)
+            return
+        if version != self._model.fingerprint:
+            await self._replica.exchange_weights(lambda: write_weights(self._engine.draft_model, tensors), version)
+            self._model.fingerprint = version
+        self.counts[APPLIED] += 1
+        logger.info("the weights of %s are in use, fingerprint %s", user_config, version)
+
+    def _read(self, user_config: Any) -> tuple[str, dict[str, Tensor]]:
+        """The fingerprint of the weights that are asked for, and the weights."""
+        wanted = Weights.model_validate(user_config)
+        folder = Path(wanted.checkpoint)
+        tensors = replacement_weights(folder, self._engine.target, self._engine.draft_model, self._yarn)
+        return wanted.version or fingerprint(folder), tensors
