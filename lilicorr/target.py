@@ -316,4 +316,8 @@ def load_target(config: TargetConfig, device: str | torch.device = "cpu", layer_
     tokenizer = AutoTokenizer.from_pretrained(name, revision=config.revision)
     model = AutoModelForCausalLM.from_pretrained(name, revision=config.revision, dtype=DTYPES[config.dtype])
     mask_token_id = resolve_mask_token(config, tokenizer, model.get_input_embeddings().weight.shape[0])
+    if torch.device(device).type == "cpu":
+        # Weights of the file's own type are the mapped file, whose pages are small and are dropped and read again.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
     return Target(model.to(device), tokenizer, layer_ids, mask_token_id)

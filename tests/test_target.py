@@ -1,5 +1,6 @@
 """The target: captured layers, cache rollback, mask token and loading faults."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from lilicorr.target import (
     resolve_target,
     target_head_dim,
 )
-from lilicorr.tiny import byte_tokenizer
+from lilicorr.tiny import byte_tokenizer, tiny_target_folder
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
@@ -93,6 +94,19 @@ def test_mask_token_is_the_first_row_the_tokenizer_never_produces():
         resolve_mask_token(TargetConfig(), tokenizer_of(60), 60)
     with pytest.raises(ValueError, match="mask_token_id 151669 is outside the target's 64 embedding rows"):
         resolve_mask_token(TargetConfig(mask_token_id=151669), tokenizer_of(60), 64)
+
+
+def test_weights_on_a_cpu_are_memory_and_not_the_file(tmp_path):
+    """A change of the file under a running process changes no answer."""
+    folder = tiny_target_folder(tmp_path / "target")
+    target = load_target(TargetConfig(str(folder)))
+    before = target.embed.clone()
+    weights = folder / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(weights.stat().st_size // 2)
+        file.write(bytes(weights.stat().st_size // 2))
+    assert torch.equal(target.embed, before)
+    assert str(weights) not in Path("/proc/self/maps").read_text()
 
 
 def test_wrong_targets_are_refused(tiny_target, tmp_path):
