@@ -44,7 +44,8 @@ SNAPSHOT = Snapshot(
 def report(name: str, at: float | None = None, **changes: Any) -> Report:
     """A replica's report, of now and with SNAPSHOT's values where nothing else is said."""
     histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
-    return Report(name, time.time() if at is None else at, 8, replace(SNAPSHOT, **changes), histograms)
+    at, reloads = time.time() if at is None else at, {"refused": 2}
+    return Report(name, at, 8, replace(SNAPSHOT, **changes), histograms, num_weight_reloads=reloads)
 
 
 def application(**changes: Any) -> dict[str, Any]:

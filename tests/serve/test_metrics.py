@@ -20,7 +20,7 @@ from serve_app.metrics import COUNTERS, GAUGES, counters, exposition, gauges
 from serve_app.recorder import HISTOGRAMS, Histogram, Recorder
 
 MONITORING = Path(__file__).parents[2] / "serve_app" / "monitoring"
-LABELS = {"success": "finished_reason", "per_pos": "position", "stage_seconds": "stage"}
+LABELS = {"success": "finished_reason", "per_pos": "position", "stage_seconds": "stage", "weight_reloads": "outcome"}
 # Of vLLM 0.33: what its own benchmark, and dashboards made for it, read.
 VLLM_NAMES = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens_total",
@@ -87,6 +87,8 @@ def test_the_values_are_the_snapshots(two: str) -> None:
     assert total(two, "vllm:prefix_cache_queries_total", replica="a") == 428
     assert total(two, "vllm:kv_cache_usage_perc") == pytest.approx(0.6)
     assert total(two, "lilicorr:rows_decoding") == 2
+    reloads = [total(two, "lilicorr:weight_reloads_total", replica="a", outcome=how) for how in ("applied", "refused")]
+    assert reloads == [0, 2]
     seconds = [total(two, "lilicorr:stage_seconds_total", replica="a", stage=stage) for stage in STAGES]
     assert seconds == [0.5, 1, 4, 0.25]
     assert (
