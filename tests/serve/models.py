@@ -84,7 +84,8 @@ def running_replicas() -> list[dict[str, Any]]:
     """What this process's Serve says of the replicas that are running."""
     from serve_app.controller import Controller
 
-    replicas = Controller().details()["applications"]["lilicorr"]["deployments"]["Endpoint"]["replicas"]
+    deployments = Controller().details()["applications"]["lilicorr"]["deployments"]  # none while it is being built
+    replicas = deployments["Endpoint"]["replicas"] if deployments else []
     return [replica for replica in replicas if replica["state"] == "RUNNING"]
 
 
