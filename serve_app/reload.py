@@ -48,16 +48,16 @@ class Reloader:
         self.counts: Counter[str] = Counter()
         self._engine, self._model, self._replica = engine, model, replica
         self._yarn = drafter_yarn(args)
-        self._latest: Any = None
+        self._applied: Any = None
+        self._turn = asyncio.Lock()  # the weights that were asked for last must be those that are written last
 
     async def apply(self, user_config: Any) -> None:
-        """Take the weights that `user_config` names, unless it is what was asked for last.
+        """Take the weights that `user_config` names, unless they were taken last; raises ReplicaDeadError."""
+        async with self._turn:
+            if user_config != self._applied:  # Serve asks whenever a replica's rank changes, too
+                await self._apply(user_config)
 
-        Raises ReplicaDeadError if nobody decodes.
-        """
-        if user_config == self._latest:  # Serve asks whenever a replica's rank changes, too
-            return
-        self._latest = user_config
+    async def _apply(self, user_config: Any) -> None:
         try:
             version, tensors = await asyncio.to_thread(self._read, user_config)
         except (ValueError, OSError) as error:
@@ -67,6 +67,7 @@ class Reloader:
         if version != self._model.fingerprint:
             await self._replica.exchange_weights(lambda: write_weights(self._engine.draft_model, tensors), version)
             self._model.fingerprint = version
+        self._applied = user_config
         self.counts[APPLIED] += 1
         logger.info("the weights of %s are in use, fingerprint %s", user_config, version)
 

@@ -2,9 +2,9 @@
 
 Place in the flow: the routes submit the requests of one HTTP request together and read their token chunks from
 one `Ticket`; `Replica` carries the requests to the decoding thread through a thread-safe inbox and every chunk back
-into the ticket's own asyncio queue. Nothing else crosses threads but two marks for the health check and the latest
-`Snapshot`. The thread repeats: take what is in the inbox, one step of the engine, publish. While there is nothing to
-decode it sleeps in the inbox.
+into the ticket's own asyncio queue. Nothing else crosses threads but two marks for the health check, the latest
+`Snapshot`, and the future of an exchange of weights. The thread repeats: take what is in the inbox, one step of the
+engine, publish. While there is nothing to decode it sleeps in the inbox.
 """
 
 from __future__ import annotations
@@ -281,9 +281,10 @@ class Replica:
         """Change the weights; whatever goes wrong there leaves the engine in no known state and ends the thread."""
         if message.done.set_running_or_notify_cancel():
             self._exchanging = message.done
-            began = time.monotonic()
-            self._deliver(began, self._engine.exchange_weights(message.write, message.identity))
-            self._exchanging = None
+            self._step_began = began = time.monotonic()
+            chunks = self._engine.exchange_weights(message.write, message.identity)
+            self._step_began = self._exchanging = None
+            self._deliver(began, chunks)
             message.done.set_result(None)
 
     def _deliver(self, began: float, chunks: list[TokenChunk]) -> None:

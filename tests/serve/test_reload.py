@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,36 @@ def test_the_same_config_twice_changes_the_weights_once(opened: Opened, other: P
 
     asyncio.run(run())
     assert opened.reloader.counts == {"applied": 2} and opened.model.fingerprint == "two"
+
+
+def test_of_two_changes_at_once_the_later_one_holds(
+    opened: Opened,
+    models: tuple[Path, Path],  # noqa: F811
+    other: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though the earlier one takes longer to read."""
+    read, delays = opened.reloader._read, iter([0.5, 0.0])
+
+    def read_slowly(user_config: Any) -> Any:
+        time.sleep(next(delays))
+        return read(user_config)
+
+    monkeypatch.setattr(opened.reloader, "_read", read_slowly)
+
+    async def run() -> None:
+        await asyncio.gather(*(opened.reloader.apply({"checkpoint": str(path)}) for path in (other, models[1])))
+
+    asyncio.run(run())
+    assert opened.holds(models[1]) and opened.reloader.counts == {"applied": 2}
+
+
+def test_a_config_that_was_refused_is_tried_again(opened: Opened, other: Path, tmp_path: Path) -> None:
+    user_config = {"checkpoint": str(tmp_path / "late")}
+    asyncio.run(opened.reloader.apply(user_config))
+    shutil.copytree(other, tmp_path / "late")
+    asyncio.run(opened.reloader.apply(user_config))
+    assert opened.holds(other) and opened.reloader.counts == {"refused": 1, "applied": 1}
 
 
 def refusals(target: Path, good: Path, folder: Path) -> list[tuple[Any, str]]:
