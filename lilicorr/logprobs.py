@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lilicorr.kernels.topk_lse import topk_lse
 
-MAX_LOGPROBS = 20
-TABLE_TOP = 32  # likeliest tokens of a table's row, or as many as there are: what the kernel takes that holds all
+MAX_LOGPROBS = 20  # likeliest tokens that may be asked for, and that a table's row has, or as many as there are
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def logprob_table(logits: Tensor, token_ids: Tensor) -> Tensor:
     one copy to the host.
     """
     rows = logits.flatten(0, -2)
-    values, ids, lse = topk_lse(rows, min(TABLE_TOP, rows.shape[-1]))
+    values, ids, lse = topk_lse(rows, min(MAX_LOGPROBS, rows.shape[-1]))
     chosen = rows.gather(-1, token_ids.flatten()[:, None])
     parts = (chosen - lse[:, None], ids, values - lse[:, None])
     return torch.cat([part.double() for part in parts], dim=-1).view(*token_ids.shape, 1 + 2 * ids.shape[1])

@@ -21,7 +21,7 @@ from lilicorr.corpus import Sampler
 from lilicorr.draft_model import DraftModel, check_blocks, run_block_spec
 from lilicorr.drafter import copy_target_layers, drafter_shape
 from lilicorr.heads import HEADS
-from lilicorr.kernels.topk_lse import MAX_CANDIDATES
+from lilicorr.kernels.topk_lse import check_candidates
 from lilicorr.sharding import check_sharding
 from lilicorr.target import Target, default_layer_ids, model_config
 from lilicorr.tracking import check_trackers
@@ -102,11 +102,11 @@ def _on_meta(config: TrainConfig, run_config: RunConfig, target: Any, mask_token
 
 
 def _check_candidates(num_candidates: int, vocab_size: int, on_gpu: bool) -> None:
-    """Raise ValueError for more candidates than tokens, and for a number that the kernels of a GPU do not have."""
+    """Raise ValueError for more candidates than tokens, or than the kernels of a GPU take."""
     if num_candidates > vocab_size:
         raise ValueError(f"num_candidates must be at most the target's {vocab_size} tokens, got {num_candidates}")
-    if on_gpu and (num_candidates > MAX_CANDIDATES or num_candidates & (num_candidates - 1)):
-        raise ValueError(f"num_candidates must be a power of two up to {MAX_CANDIDATES} on a GPU, got {num_candidates}")
+    if on_gpu:
+        check_candidates(num_candidates)
 
 
 def _start_from_target(draft_model: DraftModel, config: Any) -> None:

@@ -74,8 +74,8 @@ class Endpoint:
         if hasattr(self, "_replica"):  # else the models could not be loaded
             self._replica.close()
 
-    async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve calls it with the `user_config` of a new or changed config, see `reload`."""
+    async def reconfigure(self, user_config: Any, rank: Any) -> None:
+        """Serve calls it for another `user_config`, see `reload`; where it asks for `rank`, for one taken away, too."""
         await self._reloader.apply(user_config)
 
     def check_health(self) -> None:

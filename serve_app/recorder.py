@@ -109,6 +109,13 @@ class Recorder:
             self._observe("vllm:iteration_tokens_total", sum(len(chunk.token_ids) for chunk in chunks))
             self._observe("lilicorr:step_seconds", now - began)
 
+    def committed(self, chunks: list[TokenChunk]) -> None:
+        """What earlier steps committed became known outside of a step."""
+        now = time.monotonic()
+        with self._lock:
+            for chunk in chunks:
+                self._tokens(chunk, now)
+
     def ended(self, request_id: str) -> None:
         """A request is over, however; of its answer, what there is counts."""
         life = self._lives.pop(request_id, None)

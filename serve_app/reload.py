@@ -25,7 +25,7 @@ from lilicorr.engine.engine import Engine
 from serve_app.args import AppArgs
 from serve_app.metrics import RELOAD_OUTCOMES
 from serve_app.replica import Replica
-from serve_app.served_model import ServedModel, drafter_yarn, fingerprint
+from serve_app.served_model import ServedModel, check_weights, drafter_yarn, fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +46,15 @@ class Reloader:
 
     def __init__(self, args: AppArgs, engine: Engine, model: ServedModel, replica: Replica) -> None:
         self.counts: Counter[str] = Counter()
-        self._engine, self._model, self._replica = engine, model, replica
-        self._yarn = drafter_yarn(args)
+        self._args, self._engine, self._model, self._replica = args, engine, model, replica
         self._applied: Any = None
         self._turn = asyncio.Lock()  # the weights that were asked for last must be those that are written last
 
     async def apply(self, user_config: Any) -> None:
-        """Take the weights that `user_config` names, unless they were taken last; raises ReplicaDeadError."""
+        """Take the weights that `user_config` names, None for those of the arguments, unless they were taken last.
+
+        Raises ReplicaDeadError.
+        """
         async with self._turn:
             if user_config != self._applied:  # Serve asks whenever a replica's rank changes, too
                 await self._apply(user_config)
@@ -60,20 +62,33 @@ class Reloader:
     async def _apply(self, user_config: Any) -> None:
         try:
             version, tensors = await asyncio.to_thread(self._read, user_config)
-        except (ValueError, OSError) as error:
+        except Exception as error:  # whatever it is: nothing has been changed
             self.counts[REFUSED] += 1
-            logger.error("user_config %s is refused, the weights stay as they are: %s", user_config, error)
+            logger.exception("user_config %s is refused, the weights stay as they are: %s", user_config, error)
             return
-        if version != self._model.fingerprint:
-            await self._replica.exchange_weights(lambda: write_weights(self._engine.draft_model, tensors), version)
+        if tensors is not None:
+            await self._replica.reload(lambda: write_weights(self._engine.draft_model, tensors), version)
             self._model.fingerprint = version
         self._applied = user_config
         self.counts[APPLIED] += 1
-        logger.info("the weights of %s are in use, fingerprint %s", user_config, version)
+        logger.info("the weights of user_config %s are in use, fingerprint %s", user_config, version)
 
-    def _read(self, user_config: Any) -> tuple[str, dict[str, Tensor]]:
-        """The fingerprint of the weights that are asked for, and the weights."""
-        wanted = Weights.model_validate(user_config)
+    def _read(self, user_config: Any) -> tuple[str, dict[str, Tensor] | None]:
+        """The fingerprint of the weights that are asked for, and the weights; None for those in use.
+
+        Raises ValueError for what is no `Weights`, and for a checkpoint that does not fit or changes meanwhile.
+        """
+        if user_config is None:
+            wanted = Weights(checkpoint=self._args.checkpoint, version=self._args.version)
+        else:
+            wanted = Weights.model_validate(user_config)
+        args = self._args.model_copy(update={"checkpoint": wanted.checkpoint})
+        check_weights(args)
         folder = Path(wanted.checkpoint)
-        tensors = replacement_weights(folder, self._engine.target, self._engine.draft_model, self._yarn)
-        return wanted.version or fingerprint(folder), tensors
+        found = fingerprint(folder)
+        if not wanted.version and found == self._model.fingerprint:
+            return found, None
+        tensors = replacement_weights(folder, self._engine.target, self._engine.draft_model, drafter_yarn(args))
+        if fingerprint(folder) != found:
+            raise ValueError(f"{folder} changed while it was read")
+        return wanted.version or found, tensors

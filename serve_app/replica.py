@@ -3,8 +3,8 @@
 Place in the flow: the routes submit the requests of one HTTP request together and read their token chunks from
 one `Ticket`; `Replica` carries the requests to the decoding thread through a thread-safe inbox and every chunk back
 into the ticket's own asyncio queue. Nothing else crosses threads but two marks for the health check, the latest
-`Snapshot`, and the future of an exchange of weights. The thread repeats: take what is in the inbox, one step of the
-engine, publish. While there is nothing to decode it sleeps in the inbox.
+`Snapshot`, and the future by which a reload says that it is done. The thread repeats: take what is in the inbox, one
+step of the engine, publish. While there is nothing to decode it sleeps in the inbox.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from serve_app.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
+CHECK_PERIOD_S = 1.0
 ABORTED = "abort"  # how a request ended whose client left
 
 
@@ -105,7 +106,7 @@ class _Abort:
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class _Reload:
     write: Callable[[], None]
     identity: str
     done: concurrent.futures.Future[None]
@@ -158,9 +159,9 @@ class Replica:
         self.recorder = Recorder()
         self._engine = engine
         self._stall_s = stall_s
-        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Exchange | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Reload | None] = queue.SimpleQueue()
         self._mailboxes: dict[str, _Mailbox] = {}  # the thread's own, as the next three
-        self._exchanging: concurrent.futures.Future[None] | None = None
+        self._reloading: concurrent.futures.Future[None] | None = None
         self._num_drafts = 0
         self._finished: Counter[str] = Counter()
         self._num_requests = 0  # the event loop's own
@@ -204,14 +205,18 @@ class Replica:
         self._num_requests += count
         return Ticket(requests, mailbox, self._abort, lambda: self._release(count))
 
-    async def exchange_weights(self, write: Callable[[], None], identity: str) -> None:
-        """Have the decoding thread call `Engine.exchange_weights` between two steps; raises ReplicaDeadError."""
+    async def reload(self, write: Callable[[], None], identity: str) -> None:
+        """Have the decoding thread call `Engine.reload` between two steps; raises ReplicaDeadError."""
         self.check()
-        message = _Exchange(write, identity, concurrent.futures.Future())
+        message = _Reload(write, identity, concurrent.futures.Future())
         self._inbox.put(message)
         if self._death is not None:  # see `submit`
             raise ReplicaDeadError(self._death)
-        await asyncio.wrap_future(message.done)
+        done = asyncio.wrap_future(message.done)
+        while not done.done():
+            self.check()  # Serve does not ask after a replica's health while it waits for this
+            await asyncio.wait({done}, timeout=CHECK_PERIOD_S)
+        await done
 
     def check(self) -> None:
         """Raise ReplicaDeadError if the decoding thread has died or stalls."""
@@ -242,7 +247,9 @@ class Replica:
                     self._step_began = began = time.monotonic()
                     chunks = self._engine.step()
                     self._step_began = None
-                    self._deliver(began, chunks)
+                    running = (progress.request.id for progress in self._engine.scheduler.running)
+                    self.recorder.stepped(began, running, chunks)
+                    self._deliver(chunks)
         except BaseException as error:
             logger.exception("the decoding thread died")
             reason = f"the decoding thread died: {type(error).__name__}: {error}"
@@ -260,8 +267,8 @@ class Replica:
             if isinstance(message, _Submit):
                 self.recorder.arrived(message.request, message.arrived)
                 self._start(message.request, message.mailbox)
-            elif isinstance(message, _Exchange):
-                self._exchange(message)
+            elif isinstance(message, _Reload):
+                self._reload(message)
             elif self._mailboxes.pop(message.request_id, None) is not None:
                 self._engine.abort(message.request_id)
                 self.recorder.ended(message.request_id)
@@ -277,20 +284,19 @@ class Replica:
             logger.exception("request %s was refused by the engine", request.id)
             self._publish(TokenChunk(request.id, [], error=f"{type(error).__name__}: {error}"))
 
-    def _exchange(self, message: _Exchange) -> None:
+    def _reload(self, message: _Reload) -> None:
         """Change the weights; whatever goes wrong there leaves the engine in no known state and ends the thread."""
         if message.done.set_running_or_notify_cancel():
-            self._exchanging = message.done
-            self._step_began = began = time.monotonic()
-            chunks = self._engine.exchange_weights(message.write, message.identity)
-            self._step_began = self._exchanging = None
-            self._deliver(began, chunks)
+            self._reloading, self._step_began = message.done, time.monotonic()
+            chunks = self._engine.reload(message.write, message.identity)
+            self._step_began = None
+            self.recorder.committed(chunks)
+            self._deliver(chunks)
+            self._reloading = None
             message.done.set_result(None)
 
-    def _deliver(self, began: float, chunks: list[TokenChunk]) -> None:
-        """A step that began then (monotonic) has ended."""
-        running = (progress.request.id for progress in self._engine.scheduler.running)
-        self.recorder.stepped(began, running, chunks)
+    def _deliver(self, chunks: list[TokenChunk]) -> None:
+        """Hand out what was committed."""
         for chunk in chunks:
             self._publish(chunk)
         self._snapshot = self._look()
@@ -335,13 +341,13 @@ class Replica:
     def _end(self, reason: str) -> None:
         """Say why, and fail every request that is in hand or still in the inbox."""
         self._death = reason
-        if self._exchanging is not None:
-            self._exchanging.set_exception(ReplicaDeadError(reason))
+        if self._reloading is not None:
+            self._reloading.set_exception(ReplicaDeadError(reason))
         while not self._inbox.empty():
             message = self._inbox.get()
             if isinstance(message, _Submit):
                 self._mailboxes[message.request.id] = message.mailbox
-            elif isinstance(message, _Exchange) and message.done.set_running_or_notify_cancel():
+            elif isinstance(message, _Reload) and message.done.set_running_or_notify_cancel():
                 message.done.set_exception(ReplicaDeadError(reason))
         for request_id, mailbox in self._mailboxes.items():
             mailbox.put(TokenChunk(request_id, [], error=reason))

@@ -11,6 +11,7 @@ LLM cannot draft with them, and the extra `gpu` pins 0.32 for regeneration: this
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ from serve_app.served_model import check_weights
 
 if TYPE_CHECKING:
     from argparse import Namespace
+
+logger = logging.getLogger(__name__)
 
 RELEASE = "0.33.0"
 
@@ -106,6 +109,10 @@ class VLLMEndpoint:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve asks for the HTTP side once the replica is constructed."""
         return self._app
+
+    def reconfigure(self, user_config: Any) -> None:
+        """Serve calls it with the deployment's `user_config`, and would stop a replica that has no such method."""
+        logger.error("user_config %s has no effect: backend vllm takes its checkpoint from args alone", user_config)
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

@@ -120,7 +120,9 @@ def test_weights_of_the_same_kind_take_the_place_of_others(target: Target, tmp_p
         torch.nn.init.normal_(parameter)
     storages = {name: tensor.data_ptr() for name, tensor in checkpoint_tensors(used).items()}
     save_draft_model(tmp_path / "new", new, TARGET_INFO, "bfloat16")
-    write_weights(used, replacement_weights(tmp_path / "new", target, used))
+    tensors = replacement_weights(tmp_path / "new", target, used)
+    assert str(tmp_path / "new") not in Path("/proc/self/maps").read_text()
+    write_weights(used, tensors)
     for name, tensor in checkpoint_tensors(used).items():
         assert torch.equal(tensor, checkpoint_tensors(new)[name].to(torch.bfloat16).to(tensor.dtype)), name
         assert tensor.data_ptr() == storages[name] and tensor.dtype == torch.float32

@@ -9,7 +9,7 @@ import torch
 
 from brute_force import check_logprobs
 from lilicorr.decode import Decoder, SamplingParams
-from lilicorr.logprobs import MAX_LOGPROBS, TABLE_TOP, TokenLogprobs, logprob_table, read_logprobs
+from lilicorr.logprobs import MAX_LOGPROBS, TokenLogprobs, logprob_table, read_logprobs
 from lilicorr.target import Target
 from test_decode import PROMPT, random_draft_model
 
@@ -37,10 +37,10 @@ def test_a_report_is_likeliest_first_and_then_by_id() -> None:
 def test_a_table_holds_all_that_may_be_asked_for() -> None:
     logits, token_ids = torch.randn(2, 3, 100), torch.randint(100, (2, 3))
     table = logprob_table(logits, token_ids)
-    assert table.shape == (2, 3, 1 + 2 * TABLE_TOP) and TABLE_TOP >= MAX_LOGPROBS
+    assert table.shape == (2, 3, 1 + 2 * MAX_LOGPROBS)
     law = logits.log_softmax(-1)
     torch.testing.assert_close(table[..., 0].float(), law.gather(-1, token_ids[..., None])[..., 0])
-    assert torch.equal(table[..., 1 : 1 + TABLE_TOP].long(), logits.topk(TABLE_TOP).indices)
+    assert torch.equal(table[..., 1 : 1 + MAX_LOGPROBS].long(), logits.topk(MAX_LOGPROBS).indices)
 
 
 @pytest.mark.parametrize("settings", [{}, dict(temperature=1.0, seed=4, top_k=9, frequency_penalty=1.5)])

@@ -1,8 +1,8 @@
 """Whether a checkpoint was made for a target, by their configurations alone, and who reads it as it stands.
 
-Place in the flow: the endpoint asks before it stops or starts a replica, and before a replica exchanges its weights
-for others (`replacement_weights`, the only one that reads weights). What weights alone can show, names and shapes
-of tensors and copies of the target's tables, `store.load_draft_model` holds against the loaded target.
+Place in the flow: the endpoint asks before it stops or starts a replica, and before a replica takes the weights of
+another checkpoint (`replacement_weights`, which reads them). What weights alone can show, names and shapes of tensors
+and copies of the target's tables, `store.read_checkpoint` holds against the loaded target.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def replacement_weights(
 ) -> dict[str, Tensor]:
     """The tensors of a checkpoint that may take the place of those of `draft_model`, see `store.write_weights`.
 
-    `yarn` is what `draft_model` was loaded with. Raises ValueError as `read_checkpoint`, and for a checkpoint that
-    differs in more than its weights.
+    They are memory, not the mapped file: whoever writes them neither waits for the file nor sees it change. `yarn` is
+    what `draft_model` was loaded with. Raises ValueError as `read_checkpoint`, and for a checkpoint that differs in
+    more than its weights.
     """
     folder = Path(folder)
     checkpoint = read_checkpoint(folder, target)
@@ -86,7 +87,7 @@ def replacement_weights(
     ids = checkpoint.vocab_ids
     if ids is not None and not torch.equal(ids, draft_model.vocab_ids.cpu()):
         raise ValueError(f"{folder / DRAFT_VOCAB} holds other ids than the draft model in use predicts")
-    return checkpoint.tensors
+    return {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
 
 
 def _facts(description: Description) -> dict[str, Any]:

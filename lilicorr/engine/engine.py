@@ -199,7 +199,7 @@ class Engine:
         return chunks
 
     @torch.no_grad()
-    def exchange_weights(self, write: Callable[[], None], identity: str) -> list[TokenChunk]:
+    def reload(self, write: Callable[[], None], identity: str) -> list[TokenChunk]:
         """Have `write` change the draft model's weights in place; `identity` stands for them from then on.
 
         Every request goes on with them, prefilled again. Returns what was in flight, as `step`.

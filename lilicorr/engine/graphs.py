@@ -82,7 +82,8 @@ class GraphDecode:
                 self._step.decode(rows, self._num_pages, mix, width)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # what other threads do with the GPU, as comparing a new checkpoint with the target, must not end a capture
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = self._step.decode(rows, self._num_pages, mix, width)
         self._graphs[size, mix, width] = (graph, rows, output)
 

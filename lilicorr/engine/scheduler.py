@@ -139,18 +139,13 @@ class Scheduler:
 
     def preempt(self) -> None:
         """Take row and pages of the youngest running request; no step may be in flight."""
-        progress = max(self.running, key=lambda progress: progress.arrival)
-        assert progress.num_in_flight == 0, f"request {progress.request.id} is preempted with a step in flight"
-        self.state.leave(progress.row)
-        self._give_back(progress)
-        self.pool.collect(self.step_id)
-        self.waiting.appendleft(progress)
+        self._send_back()
         self.num_preemptions += 1
 
     def start_over(self, identity: str) -> None:
-        """The models become those of `identity`: all rows are preempted, no page is known; no step may be in flight."""
+        """The models become those of `identity`: all requests wait, no page is known; no step may be in flight."""
         while self.running:
-            self.preempt()
+            self._send_back()
         self.pool.collect(self.step_id)
         for progress in self.waiting:
             progress.keys.clear()
@@ -170,6 +165,15 @@ class Scheduler:
         else:
             self.state.leave(progress.row)
             self._give_back(progress)
+
+    def _send_back(self) -> None:
+        """The youngest running request waits again, before those that wait."""
+        progress = max(self.running, key=lambda progress: progress.arrival)
+        assert progress.num_in_flight == 0, f"request {progress.request.id} loses its row with a step in flight"
+        self.state.leave(progress.row)
+        self._give_back(progress)
+        self.pool.collect(self.step_id)
+        self.waiting.appendleft(progress)
 
     def _cached_pages(self, progress: Progress) -> list[int]:
         """Known pages of the request's beginning. The last token is always run: it gives the token after it and the

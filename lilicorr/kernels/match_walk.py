@@ -130,6 +130,7 @@ def _walk_kernel(
         )
         row = tl.where(there, tl.sum(tl.where(ranks[:, None] == rank, pairs, 0.0), axis=0), float("-inf"))
         rank = _chosen(path, slots, slot) if EXACT else tl.argmax(row, axis=0)
+        rank = tl.minimum(rank, K - 1)  # of NaN the largest may be one that only fills up
         weights = tl.exp(row - tl.max(row, axis=0))
         tl.store(chosen + block * num_slots + slot, rank.to(tl.int64))
         tl.store(confidence + block * num_slots + slot, _chosen(weights, ranks, rank) / tl.sum(weights, axis=0))

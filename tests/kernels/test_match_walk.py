@@ -84,6 +84,16 @@ def test_scores_below_those_of_a_missing_candidate_are_chosen(walk: str, device:
     assert torch.equal(ranks, expected[0]) and torch.allclose(confidence, expected[1], atol=1e-5)
 
 
+@pytest.mark.parametrize("walk", sorted(WALKS))
+def test_broken_vectors_have_ranks_of_the_lattice(walk: str, device: str):
+    """They are looked up before anyone learns that the draft is broken."""
+    start, out, into = (x.to(device) for x in make_vectors(2, 5, 6, 16))
+    out[0], into[0] = float("nan"), float("nan")
+    ranks, _ = match_walk_triton(start, out, into, SCALE, EPS, walk)
+    assert ((ranks >= 0) & (ranks < 6)).all()
+    assert torch.equal(ranks[1:], match_walk_reference(start[1:], out[1:], into[1:], SCALE, EPS, walk)[0])
+
+
 def test_no_blocks(device: str):
     nobody = [x[:0].to(device) for x in make_vectors(1, 5, 4, 16)]
     assert [x.shape for x in match_walk_triton(*nobody, SCALE, EPS)] == [(0, 5), (0, 5)]

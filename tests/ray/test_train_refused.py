@@ -38,7 +38,10 @@ from pipelines import train
         ({"drafter": shape(head_dim=-4)}, "train.runs.trunk: head_dim of a drafter must be at least 1, got -4"),
         ({"drafter": shape(num_candidates=0)}, "train.runs.trunk: num_candidates must be at least 1, got 0"),
         ({"drafter": shape(num_candidates=265)}, "train.runs.trunk: num_candidates must be at most the target's 264 "),
-        ({"gpus_per_worker": 1.0}, "train.runs.trunk: num_candidates must be a power of two up to 32 on a GPU, got 3"),
+        (
+            {"drafter": shape(num_candidates=33), "gpus_per_worker": 1.0},
+            "train.runs.trunk: num_candidates must be in 1..32 on a GPU, got 33",
+        ),
         ({"drafter": shape(block_size=1)}, "train.runs.trunk: block_size must be at least 2 in_place, got 1"),
         ({"runs": with_head(hidden_size=17)}, "train.runs.lilicorr: num_heads must divide .* 17, got 2"),
         ({"runs": with_head(num_heads=0)}, "train.runs.lilicorr: num_heads must divide .* 16, got 0"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +34,8 @@ class Opened:
     """A replica over the real engine, and what exchanges its weights."""
 
     def __init__(self, target: Path, checkpoint: Path, **arguments: Any) -> None:
-        args = AppArgs(checkpoint=str(checkpoint), target=str(target), engine={"max_running": 4}, **arguments)
+        arguments = {"engine": {"max_running": 4}} | arguments
+        args = AppArgs(checkpoint=str(checkpoint), target=str(target), **arguments)
         self.model, self.engine = open_model(args)
         self.replica = Replica(self.engine, args.max_requests, args.stall_s)
         self.reloader = Reloader(args, self.engine, self.model, self.replica)
@@ -60,11 +63,13 @@ def other(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
+@pytest.mark.parametrize("steps_behind", [0, 1])
 def test_a_stream_goes_on_with_the_weights_it_did_not_begin_with(
-    opened: Opened,
     models: tuple[Path, Path],  # noqa: F811
     other: Path,
+    steps_behind: int,
 ) -> None:
+    opened = Opened(*models, engine={"max_running": 4, "steps_behind": steps_behind})
     request = Request("a", [*b"go on and on"], SamplingParams(200))
     wanted = opened.engine.generate([request.prompt_ids], request.params)[0].token_ids
     before = opened.model.fingerprint
@@ -85,6 +90,11 @@ def test_a_stream_goes_on_with_the_weights_it_did_not_begin_with(
     assert opened.holds(other) and not opened.holds(models[1])
     assert opened.model.fingerprint not in ("", before)
     assert opened.reloader.counts == {"applied": 1}
+    wait_until(lambda: opened.replica.snapshot().num_finished == {"length": 1})
+    assert opened.replica.snapshot().num_preemptions == 0
+    histograms = opened.replica.recorder.histograms()
+    assert histograms["vllm:request_generation_tokens"].sum == len(wanted)
+    opened.replica.close()
 
 
 def test_the_same_config_twice_changes_the_weights_once(opened: Opened, other: Path) -> None:
@@ -94,6 +104,64 @@ def test_the_same_config_twice_changes_the_weights_once(opened: Opened, other: P
 
     asyncio.run(run())
     assert opened.reloader.counts == {"applied": 2} and opened.model.fingerprint == "two"
+
+
+def test_another_checkpoint_of_the_same_version_is_taken(
+    opened: Opened,
+    models: tuple[Path, Path],  # noqa: F811
+    other: Path,
+) -> None:
+    for checkpoint in (other, models[1]):
+        asyncio.run(opened.reloader.apply({"checkpoint": str(checkpoint), "version": "prod"}))
+        assert opened.holds(checkpoint) and opened.model.fingerprint == "prod"
+
+
+def test_without_a_config_the_weights_are_those_of_the_arguments(
+    opened: Opened,
+    models: tuple[Path, Path],  # noqa: F811
+    other: Path,
+) -> None:
+    before = opened.model.fingerprint
+    for user_config in (None, {"checkpoint": str(other)}, None):
+        asyncio.run(opened.reloader.apply(user_config))
+    assert opened.holds(models[1]) and opened.model.fingerprint == before
+    assert opened.reloader.counts == {"applied": 2}
+
+
+def test_a_checkpoint_that_changes_while_it_is_read_is_refused(
+    opened: Opened,
+    models: tuple[Path, Path],  # noqa: F811
+    other: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hashes = iter(["one", "two"])
+    monkeypatch.setattr("serve_app.reload.fingerprint", lambda _: next(hashes))
+    asyncio.run(opened.reloader.apply({"checkpoint": str(other)}))
+    assert "changed while it was read" in caplog.text and opened.holds(models[1])
+
+
+def test_whatever_goes_wrong_in_reading_leaves_the_replica_as_it_is(
+    opened: Opened,
+    models: tuple[Path, Path],  # noqa: F811
+    other: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("serve_app.reload.replacement_weights", no_memory)
+    asyncio.run(opened.reloader.apply({"checkpoint": str(other)}))
+    assert opened.reloader.counts == {"refused": 1} and opened.holds(models[1])
+
+
+def test_who_waits_for_an_exchange_learns_that_the_decoding_thread_stalls(models: tuple[Path, Path]) -> None:  # noqa: F811
+    opened = Opened(*models, stall_s=0.5)
+    go_on = threading.Event()
+    with pytest.raises(ReplicaDeadError, match="has been in one step"):
+        asyncio.run(opened.replica.reload(lambda: go_on.wait(60), "x"))
+    go_on.set()
+    opened.replica.close()
 
 
 def test_of_two_changes_at_once_the_later_one_holds(
@@ -131,6 +199,9 @@ def refusals(target: Path, good: Path, folder: Path) -> list[tuple[Any, str]]:
     shutil.copytree(good, folder / "damaged")
     weights = folder / "damaged" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-9])
+    shutil.copytree(good, folder / "llama")
+    info = folder / "llama" / "lilicorr.json"
+    info.write_text(json.dumps(json.loads(info.read_text()) | {"target": {"model_type": "llama"}}))
     wider = DRAFTER.__class__(num_layers=2, block_size=6, num_candidates=3)
     save_random_checkpoint(folder / "wider", target, seed=1, drafter=wider)
     save_random_checkpoint(folder / "argmax", target, seed=1, head="argmax", settings={})
@@ -138,6 +209,7 @@ def refusals(target: Path, good: Path, folder: Path) -> list[tuple[Any, str]]:
         ({"checkpoint": str(folder / "damaged")}, "is damaged or cut off"),
         ({"checkpoint": str(folder / "wider")}, "block_size is 6, of the draft model in use it is 4"),
         ({"checkpoint": str(folder / "argmax")}, "head is argmax, of the draft model in use it is lilicorr"),
+        ({"checkpoint": str(folder / "llama")}, "target.model_type is llama, the target is a qwen3"),
         ({"checkpoint": str(folder / "none")}, "is not a draft model"),
         ({"checkpoints": str(good)}, "checkpoint"),
         ([str(good)], "dict"),
@@ -175,7 +247,7 @@ def test_an_exchange_that_breaks_ends_the_replica_and_the_waiting(opened: Opened
         raise RuntimeError("the device is gone")
 
     with pytest.raises(ReplicaDeadError, match="the device is gone"):
-        asyncio.run(opened.replica.exchange_weights(broken, "x"))
+        asyncio.run(opened.replica.reload(broken, "x"))
     with pytest.raises(ReplicaDeadError, match="the device is gone"):
         opened.replica.check()
 
@@ -232,5 +304,9 @@ def test_serve_changes_weights_under_clients_without_a_new_replica(
         change(other / "nothing")
         wait_until(lambda: reloads("refused") == 2, 120)
         assert fingerprints() == {new} and replica_pids() == before
+        del application["deployments"][0]["user_config"]
+        Controller().deploy(config)
+        wait_until(lambda: fingerprints() == {old}, 120)
+        assert replica_pids() == before
     finally:
         serve.shutdown()

@@ -14,8 +14,8 @@ from lilicorr.engine.request import TokenChunk
 OLD, NEW = 5, 9  # seeds of weights
 
 
-def exchange(engine: Engine, new: DraftModel) -> list[TokenChunk]:
-    return engine.exchange_weights(lambda: write_weights(engine.draft_model, checkpoint_tensors(new)), "new")
+def reload(engine: Engine, new: DraftModel) -> list[TokenChunk]:
+    return engine.reload(lambda: write_weights(engine.draft_model, checkpoint_tensors(new)), "new")
 
 
 @pytest.mark.parametrize("steps_behind", [0, 1])
@@ -36,7 +36,7 @@ def test_requests_in_hand_go_on_and_later_ones_are_drafted_by_the_new_weights(he
     found = [chunk for _ in range(6) for chunk in engine.step()]
     scheduler = engine.scheduler
     assert scheduler.waiting and scheduler.decoding and len(scheduler.running) > len(scheduler.decoding)
-    found += exchange(engine, new)
+    found += reload(engine, new)
     assert engine.pool.num_free == engine.pool.num_pages and not scheduler.running
     while engine.busy:
         found += engine.step()
@@ -56,7 +56,7 @@ def test_an_idle_engine_forgets_what_it_knew() -> None:
     engine = toys.toy_engine(target, old)
     toys.run_all(engine, [request])
     assert toys.run_all(engine, [request])["0"][0].num_cached >= 128
-    assert exchange(engine, new) == []
+    assert reload(engine, new) == []
     chunks = toys.run_all(engine, [request])["0"]
     assert chunks[0].num_cached == 0
     assert toys.runs_of(chunks) == toys.reference_runs(target, new, [request])["0"]
@@ -75,7 +75,7 @@ def test_seeded_answers_of_a_point_mass_do_not_change() -> None:
         nonlocal num_steps
         num_steps += 1
         if num_steps in (3, 5, 9):
-            for chunk in exchange(engine, new):
+            for chunk in reload(engine, new):
                 chunks[chunk.request_id].append(chunk)
 
     got = toys.run_all(engine, requests, before_step=now_and_then)
