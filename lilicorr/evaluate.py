@@ -342,9 +342,10 @@ def print_table(results: dict[str, Any]) -> None:
     from rich.table import Table
 
     names = list(results["sets"])
-    table = Table(title="acceptance length tau [95 % interval], speed-up over autoregression; (drafted width)")
+    table = Table(title="acceptance length tau [95 % interval], speed-up over autoregression; (drafted width, prompts)")
     slots = Table(title=f"accepted prefix by any candidate, the head's choice and top-1, on {names[0]}")
-    for column in ("system", *names):
+    counts = next(iter(results["systems"].values()))
+    for column in ("system", *(f"{name} ({counts[name]['num_prompts']})" for name in names)):
         table.add_column(column, no_wrap=True)
     for column in ("system", "oracle", "selected", "top-1", "acceptance of slots 1, 2, ..."):
         slots.add_column(column, no_wrap=column == "system")

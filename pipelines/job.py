@@ -21,7 +21,7 @@ from lilicorr.config import PipelineConfig, load_profile, to_dict
 from lilicorr.provenance import COMMIT_VARIABLE, source_version
 from pipelines import full, local
 from pipelines.inputs import in_full
-from pipelines.lock import read_owner, why_dead
+from pipelines.lock import describe, read_owner, why_dead
 from pipelines.stage import LOCK, PROFILES, flatten, resolve_config
 from pipelines.start import absolute
 
@@ -38,7 +38,6 @@ def demo(folder: Path, arguments: Sequence[str]) -> int:
     """
     excluded = [*EXCLUDED, *excluded_run_directory(folder.parent)]
     full.check_options(arguments)
-    earlier = job_at_work(arguments)
     arguments = [*arguments, *absolute_paths(arguments)]
     head = local.start(folder)
     local.use_head(folder)
@@ -51,15 +50,13 @@ def demo(folder: Path, arguments: Sequence[str]) -> int:
     # Ray's own command line would quote it by the rules of Windows, and the job is run by a shell.
     entrypoint = shlex.join([sys.executable, "pipelines/full.py", *arguments])
     client = JobSubmissionClient(head["dashboard"])
-    if earlier is None:
+    job = job_to_follow(client, entrypoint, at_work(arguments))
+    if job is None:
         job = f"lilicorr-{uuid.uuid4().hex[:8]}"
         print(f"job {job}: {entrypoint}", flush=True)
         runtime = {"working_dir": str(ROOT), "excludes": excluded, "env_vars": job_variables(job, head)}
         client.submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=runtime)
     else:
-        job, running = earlier, client.get_job_info(earlier).entrypoint
-        if running != entrypoint:
-            raise ValueError(f"job {job} is at work with other options: {running}; `make demo-stop` ends it")
         print(f"job {job} of an earlier command goes on and is followed: {entrypoint}", flush=True)
     try:
         status = asyncio.run(follow(folder, head["dashboard"], job))
@@ -79,13 +76,31 @@ def job_variables(job: str, head: dict[str, Any]) -> dict[str, str]:
     return variables | local.cache_variable()
 
 
-def job_at_work(arguments: Sequence[str]) -> str | None:
-    """The job that has the run directory of these options; None where none has, and where they only ask for a plan."""
+def at_work(arguments: Sequence[str]) -> dict[str, Any] | None:
+    """The job's driver that has the run directory of these options; None where none has, or they ask for a plan."""
     parsed, _ = full.parse(arguments)
     owner = read_owner(resolve_config(parsed).directory / LOCK)
     if owner is None or why_dead(owner) is not None or parsed.dry_run or parsed.status:
         return None
-    return owner["job"]
+    return owner if owner["job"] else None
+
+
+def job_to_follow(client: Any, entrypoint: str, owner: dict[str, Any] | None) -> str | None:
+    """The job that does this entrypoint's work already: `owner`'s, or one that has yet to take its run directory.
+
+    Raises ValueError where the owner does other work, or is a driver that the head of this client does not know.
+    """
+    jobs = {info.submission_id: info.entrypoint for info in client.list_jobs() if not info.status.is_terminal()}
+    if owner is None:
+        return next((job for job, running in jobs.items() if job and running == entrypoint), None)
+    job = owner["job"]
+    if job not in jobs:
+        raise ValueError(
+            f"the run directory is in use by {describe(owner)}, which is none of this head's: wait or end it"
+        )
+    if jobs[job] != entrypoint:
+        raise ValueError(f"job {job} is at work with other options: {jobs[job]}; `make demo-stop` ends it")
+    return job
 
 
 def excluded_run_directory(run_dir: Path) -> list[str]:

@@ -184,7 +184,13 @@ LILICORR = [
     (replaced("layers.0.mlp.down_proj.weight", lambda t: t.T), "layers.0.mlp.down_proj.weight has shape"),
     (replaced("lilicorr.slot_embedding", lambda t: t[0]), "lilicorr.slot_embedding has shape"),
     (replaced("norm.weight", lambda t: t.bfloat16()), "norm.weight is bfloat16, config.json says float32"),
+    (
+        replaced("fc.weight", lambda t: t.to(torch.float8_e4m3fn)),
+        "fc.weight is float8_e4m3fn, config.json says float32",
+    ),
     (replaced("lilicorr.rank_embedding", lambda t: t.double()), "lilicorr.rank_embedding is float64, config.json says"),
+    (replaced("fc.weight", lambda t: t.log()), "fc.weight has values that are not finite"),
+    (replaced("norm.weight", lambda t: t / 0), "norm.weight has values that are not finite"),
     # files
     (cut("model.safetensors", -9), "model.safetensors is damaged or cut off"),
     (cut("model.safetensors", 100), "model.safetensors is damaged or cut off"),

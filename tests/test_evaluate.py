@@ -92,7 +92,12 @@ def test_results_have_every_key_and_are_json(chat_target: Target, capsys: pytest
 
     print_table(results)
     printed = capsys.readouterr().out
-    assert "lilicorr (3)" in printed and f"{ours['tau']:.2f}" in printed
+    assert (
+        "lilicorr (3)" in printed
+        and "held_out (2)" in printed
+        and "chat (1)" in printed
+        and f"{ours['tau']:.2f}" in printed
+    )
 
 
 def test_figures_by_category(chat_target: Target):

@@ -58,6 +58,20 @@ def test_a_run_directory_in_the_checkout_is_not_uploaded(tmp_path: Path) -> None
             job.excluded_run_directory(above)
 
 
+def client_of(*jobs: tuple[str | None, str, str]) -> Mock:
+    """Ray's job client of a head with these jobs: name, entrypoint, status; a driver by hand is one without a name."""
+    client = Mock()
+    client.list_jobs.return_value = [
+        types.SimpleNamespace(
+            submission_id=name,
+            entrypoint=entrypoint,
+            status=types.SimpleNamespace(is_terminal=lambda status=status: status not in ("PENDING", "RUNNING")),
+        )
+        for name, entrypoint, status in jobs
+    ]
+    return client
+
+
 def without_ray(monkeypatch: pytest.MonkeyPatch, client: Any, serve_port: int = local.SERVE_PORT) -> None:
     """A head that runs, whose job client is `client`."""
     head = {"address": "127.0.0.1:1", "dashboard": "http://127.0.0.1:2", "serve_port": serve_port}
@@ -81,7 +95,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_job_gets_the_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Mock()
+    client = client_of()
     without_ray(monkeypatch, client, serve_port=20_001)
     followed(monkeypatch)
     monkeypatch.setenv("LILICORR_CACHE", "~/mine")
@@ -104,8 +118,8 @@ def test_the_job_of_an_earlier_command_is_followed(
 ) -> None:
     """After Ctrl-C or with the terminal it was started from, only the command is gone."""
     options = ["--profile", "tiny", "--run-dir", str(tmp_path)]
-    client = Mock()
-    client.get_job_info().entrypoint = shlex.join([sys.executable, "pipelines/full.py", *options])
+    entrypoint = shlex.join([sys.executable, "pipelines/full.py", *options])
+    client = client_of(("lilicorr-1", entrypoint, "RUNNING"))
     without_ray(monkeypatch, client)
     jobs = followed(monkeypatch)
     monkeypatch.setenv("LILICORR_JOB", "lilicorr-1")
@@ -116,7 +130,26 @@ def test_the_job_of_an_earlier_command_is_followed(
         with pytest.raises(ValueError, match="job lilicorr-1 is at work with other options: .*full.py --profile tiny"):
             job.demo(tmp_path / ".ray", [*options, "--set", "train.seed=1"])
         assert job.demo(tmp_path / ".ray", [*options, "--dry-run"]) == 0 and client.submit_job.call_count == 1
-    assert job.demo(tmp_path / ".ray", options) == 0 and client.submit_job.call_count == 2
+
+    # Submitted a moment ago, its driver has yet to take the run directory.
+    client = client_of(
+        (None, entrypoint, "RUNNING"), ("old", entrypoint, "FAILED"), ("lilicorr-2", entrypoint, "PENDING")
+    )
+    without_ray(monkeypatch, client)
+    assert job.demo(tmp_path / ".ray", options) == 0 and jobs[-1] == "lilicorr-2" and not client.submit_job.called
+    assert job.demo(tmp_path / ".ray", [*options, "--ablations"]) == 0 and client.submit_job.call_count == 1
+
+
+def test_the_driver_of_a_killed_head_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the run directory until it finds that its head is gone; a new head knows nothing of it."""
+    monkeypatch.setenv("LILICORR_JOB", "lilicorr-1")
+    with Lock(tmp_path / "tiny" / LOCK):
+        for jobs in ([], [("lilicorr-1", "of the head before", "FAILED")]):
+            client = client_of(*jobs)
+            without_ray(monkeypatch, client)
+            with pytest.raises(ValueError, match="in use by process .* job lilicorr-1, which is none of this head's"):
+                job.demo(tmp_path / ".ray", ["--profile", "tiny", "--run-dir", str(tmp_path)])
+            assert not client.submit_job.called
 
 
 class ScriptedClient:

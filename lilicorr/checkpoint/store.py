@@ -201,7 +201,7 @@ def read_checkpoint(folder: Path, target: Target | None = None) -> Checkpoint:
     """Read a checkpoint folder in any format, and hold it against `target` where one is given.
 
     Raises ValueError that names the tensor or field for anything missing, surplus, of another shape or type than the
-    fields say, or not fitting the target.
+    fields say, not finite, or not fitting the target.
     """
     folder = Path(folder)
     return decode(folder, read_json(folder / CONFIG), read_tensors(folder), target)
@@ -373,6 +373,8 @@ def _check_tensors(path: Path, tensors: dict[str, Tensor], spelled: dict[str, st
             kind = str(tensor.dtype).removeprefix("torch.")
             said = "config.json says" if description.dtype else "fc.weight is"
             raise ValueError(f"{path}: {spelled[name]} is {kind}, {said} {stated}")
+        if not (tensor.is_meta or tensor.isfinite().all()):
+            raise ValueError(f"{path}: {spelled[name]} has values that are not finite")
     return stated
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import test_shards
 from lilicorr.config import PipelineConfig
 from lilicorr.provenance import sha256_file
 from pipelines import local
@@ -89,6 +90,12 @@ def finish(run_dir: Path, profile: str, *options: str) -> None:
     assert status == 0, (run_dir / f"{profile}.log").read_text(encoding="utf-8")[-6000:]
 
 
+def answers(folder: Path) -> dict[str, list[list[int]]]:
+    """The tokens of every turn that was regenerated, by conversation."""
+    everything = test_shards.content(folder / "regenerate")
+    return {cid: [turn["completion_ids"] for turn in turns] for cid, turns in everything.items()}
+
+
 def test_a_driver_killed_in_every_stage_ends_like_one_left_alone(run_dir: Path) -> None:
     finish(run_dir, "alone", "--until", "train")
     for name, sign in SIGNS.items():
@@ -107,9 +114,11 @@ def test_a_driver_killed_in_every_stage_ends_like_one_left_alone(run_dir: Path) 
     assert log.count("taking over the lock") == len(SIGNS)
     summary = json.loads((run_dir / "killed" / "regenerate" / "summary.json").read_text(encoding="utf-8"))
     assert summary["ok"] + summary["dead"] + summary["duplicate"] == summary["planned"]
+    assert answers(run_dir / "killed") == answers(run_dir / "alone")
     for run in ("trunk", "lilicorr"):
-        weights = Path("train") / run / "final" / "model.safetensors"
-        assert sha256_file(run_dir / "killed" / weights) == sha256_file(run_dir / "alone" / weights), run
+        for file in ("final/model.safetensors", "checkpoints/step_4/state.safetensors"):  # the last state with moments
+            path = Path("train") / run / file
+            assert sha256_file(run_dir / "killed" / path) == sha256_file(run_dir / "alone" / path), path
     endpoint = json.loads((run_dir / "killed" / "deploy" / "endpoint.json").read_text(encoding="utf-8"))
     assert endpoint["curl"] in log
     with urllib.request.urlopen(f"{endpoint['url']}/v1/models", timeout=30) as response:
