@@ -50,14 +50,15 @@ def demo(folder: Path, arguments: Sequence[str]) -> int:
     # Ray's own command line would quote it by the rules of Windows, and the job is run by a shell.
     entrypoint = shlex.join([sys.executable, "pipelines/full.py", *arguments])
     client = JobSubmissionClient(head["dashboard"])
-    job = job_to_follow(client, entrypoint, at_work(arguments))
-    if job is None:
-        job = f"lilicorr-{uuid.uuid4().hex[:8]}"
-        print(f"job {job}: {entrypoint}", flush=True)
-        runtime = {"working_dir": str(ROOT), "excludes": excluded, "env_vars": job_variables(job, head)}
-        client.submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=runtime)
-    else:
-        print(f"job {job} of an earlier command goes on and is followed: {entrypoint}", flush=True)
+    with local.one_starter(folder):  # a job is known to the head only when its upload is over
+        job = job_to_follow(client, entrypoint, at_work(arguments))
+        if job is None:
+            job = f"lilicorr-{uuid.uuid4().hex[:8]}"
+            print(f"job {job}: {entrypoint}", flush=True)
+            runtime = {"working_dir": str(ROOT), "excludes": excluded, "env_vars": job_variables(job, head)}
+            client.submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=runtime)
+        else:
+            print(f"job {job} of an earlier command goes on and is followed: {entrypoint}", flush=True)
     try:
         status = asyncio.run(follow(folder, head["dashboard"], job))
     except KeyboardInterrupt:

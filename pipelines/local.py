@@ -293,7 +293,7 @@ def start(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def one_starter(folder: Path) -> Iterator[None]:
-    """Hold the lock under which a head is started; the system frees it with the process that has it."""
+    """Hold the lock under which a head is started or given a job; the system frees it with the process that has it."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "start.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -4,6 +4,8 @@ it is followed: after a broken connection, and by a later command."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import os
 import shlex
 import sys
@@ -96,6 +98,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_job_gets_the_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     client = client_of()
+    monkeypatch.setattr(local, "one_starter", lambda folder: contextlib.nullcontext())  # would make the folder
     without_ray(monkeypatch, client, serve_port=20_001)
     followed(monkeypatch)
     monkeypatch.setenv("LILICORR_CACHE", "~/mine")
@@ -138,6 +141,22 @@ def test_the_job_of_an_earlier_command_is_followed(
     without_ray(monkeypatch, client)
     assert job.demo(tmp_path / ".ray", options) == 0 and jobs[-1] == "lilicorr-2" and not client.submit_job.called
     assert job.demo(tmp_path / ".ray", [*options, "--ablations"]) == 0 and client.submit_job.call_count == 1
+
+
+def test_two_commands_at_once_submit_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether there is a job to follow is asked, and a job submitted, by one command at a time."""
+    client, folder = client_of(), tmp_path / ".ray"
+    without_ray(monkeypatch, client)
+    followed(monkeypatch)
+
+    def another_command_waits(*_: Any, **__: Any) -> Any:
+        with open(folder / "start.lock", "w") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return []
+
+    client.list_jobs.side_effect = client.submit_job.side_effect = another_command_waits
+    assert job.demo(folder, ["--profile", "tiny", "--run-dir", str(tmp_path)]) == 0
+    assert client.list_jobs.called and client.submit_job.called
 
 
 def test_the_driver_of_a_killed_head_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
