@@ -282,7 +282,7 @@ class Replica:
             self._engine.submit(request)
         except Exception as error:
             logger.exception("request %s was refused by the engine", request.id)
-            self._publish(TokenChunk(request.id, [], error=f"{type(error).__name__}: {error}"))
+            self._deliver([TokenChunk(request.id, [], error=f"{type(error).__name__}: {error}")])
 
     def _reload(self, message: _Reload) -> None:
         """Change the weights; whatever goes wrong there leaves the engine in no known state and ends the thread."""
@@ -296,21 +296,22 @@ class Replica:
             message.done.set_result(None)
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
-        """Hand out what was committed."""
-        for chunk in chunks:
-            self._publish(chunk)
+        """Count what was committed, then hand it out: who has an answer finds it in the figures."""
+        mailboxes = [self._count(chunk) for chunk in chunks]
         self._snapshot = self._look()
+        for mailbox, chunk in zip(mailboxes, chunks, strict=True):
+            if mailbox is not None:
+                mailbox.put(chunk)
 
-    def _publish(self, chunk: TokenChunk) -> None:
+    def _count(self, chunk: TokenChunk) -> _Mailbox | None:
+        """Where the chunk goes; None for a request that was aborted while the engine had the step in flight."""
         self._num_drafts += chunk.num_drafted > 0
         mailbox = self._mailboxes.get(chunk.request_id)
-        if mailbox is None:
-            return  # aborted while the engine had the step in flight
-        if chunk.last:
+        if mailbox is not None and chunk.last:
             del self._mailboxes[chunk.request_id]
             self.recorder.ended(chunk.request_id)
             self._finished[chunk.finish_reason or "error"] += 1
-        mailbox.put(chunk)
+        return mailbox
 
     def _look(self) -> Snapshot:
         """The state as it is; only the thread may look while it runs."""

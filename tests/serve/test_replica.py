@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from fakes import NUM_SLOTS, EchoEngine, chat_tokenizer, wait_until
 
 from lilicorr.chat import render_prompt
 from lilicorr.decode import SamplingParams
+from lilicorr.engine.pages import PagePool
 from lilicorr.engine.request import Request
 from serve_app.replica import Replica, Ticket
 
@@ -62,7 +64,7 @@ def test_snapshot_counts_what_was_decoded_and_how_it_ended(replica: Replica) -> 
 
     assert replica.snapshot().num_finished == {}
     asyncio.run(run())
-    wait_until(lambda: sum(replica.snapshot().num_finished.values()) == 5)
+    wait_until(lambda: "abort" in replica.snapshot().num_finished)
     snapshot = replica.snapshot()
     assert snapshot.num_finished == {"stop": 2, "length": 1, "error": 1, "abort": 1}
     assert (snapshot.running, snapshot.waiting, snapshot.waiting_tokens) == (0, 0, 0)
@@ -70,6 +72,28 @@ def test_snapshot_counts_what_was_decoded_and_how_it_ended(replica: Replica) -> 
     assert snapshot.num_drafted == NUM_SLOTS * snapshot.num_drafts == NUM_SLOTS * snapshot.num_blocks
     assert snapshot.num_accepted == sum(snapshot.accepted_at) and len(snapshot.accepted_at) == NUM_SLOTS
     assert 1 < snapshot.tau <= 4
+
+
+def test_who_has_an_answer_finds_it_counted(replica: Replica, engine: EchoEngine) -> None:
+    class SlowPool(PagePool):
+        """While a snapshot is taken, its reader would have time to see the one before."""
+
+        @property
+        def num_used(self) -> int:
+            time.sleep(0.02)
+            return super().num_used
+
+    async def run() -> None:
+        for number in range(1, 4):
+            await read(replica.submit([echo(f"stop{number}", "hello there")]))
+            await read(replica.submit([echo(f"error{number}", "LATE")]))
+            snapshot = replica.snapshot()
+            assert snapshot.num_finished == {"stop": number, "error": number}
+            assert snapshot.num_tokens == engine.counters.num_tokens == 12 * number
+            assert snapshot.running == 0
+
+    engine.pool = SlowPool(10)
+    asyncio.run(run())
 
 
 def test_snapshot_shows_who_runs_and_who_waits(replica: Replica, engine: EchoEngine) -> None:
