@@ -6,8 +6,8 @@ Makes a corpus of that size and shape (`benches/corpus.py`), then runs the pipel
 process, with an engine that answers at once with canned tokens. The driver is killed (SIGKILL) when the given shares
 of the shards are made, and started again. In the end every content id must be in exactly one place.
 
-Needs Ray. At full size: some 60 GB of disk in `--folder` (a temporary folder by default), removed in the
-end, after an error too, unless `--keep`.
+Needs Ray. At full size: 17 GB of disk in `--folder` (a temporary folder by default), removed in the end,
+after an error or SIGTERM too, unless `--keep`.
 
 The result is one JSON object: `rows` of the source; `ok`, `dead`, `duplicate`, `dropped`, `held_out` which add up to
 them; `kills`; `seconds` from the start of the first driver to the training set (kills and restarts included) and by
@@ -51,7 +51,7 @@ OUTPUT = ROOT / "benches" / "results" / "corpus_scale.json"
 PROFILE = "corpus_scale"
 POLL_S = 0.2
 TREE_S = 5.0  # between two samples of the processes' memory
-DEATH_S = 20.0  # until what a killed driver started is gone
+DEATH_S = 8.0  # until what a killed driver started is gone; of Ray's own, two agents stay
 GB = 1e9
 
 
@@ -111,13 +111,14 @@ class Watch:
     peak_rss: int = 0
     peak_tree: int = 0
     resume_s: float | None = None
+    num_shards: int | None = None  # of the plan
 
     def run(self, kill_at: float | None) -> None:
         """One driver, to its end or until it is killed at that share of the shards."""
         command = [sys.executable, "-c", f"from benches.corpus_scale import drive; drive({str(self.folder)!r})"]
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
         variables.pop("RAY_ADDRESS", None)
-        known, began, last_tree = self._manifests(), time.time(), 0.0
+        known, began, last_tree, killed = self._manifests(), time.time(), 0.0, False
         with (self.folder / "driver.log").open("ab") as log:
             driver = subprocess.Popen(
                 command, cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -128,6 +129,7 @@ class Watch:
                 self._look(driver.pid, now - last_tree >= TREE_S)
                 last_tree = now if now - last_tree >= TREE_S else last_tree
                 if kill_at is not None and self.share_done() >= kill_at:
+                    killed = True
                     break
                 time.sleep(POLL_S)
         finally:
@@ -135,11 +137,12 @@ class Watch:
         new = [written for name, written in self._manifests().items() if name not in known]
         if known and new:
             self.resume_s = min(new) - began
-        if kill_at is None and driver.returncode != 0:
+        status = driver.returncode
+        if status not in ((0, -signal.SIGKILL) if killed else (0,)):
             text = (self.folder / "driver.log").read_text(encoding="utf-8", errors="replace")
-            raise RuntimeError(f"the driver ended with {driver.returncode}:\n{text[-4000:]}")
-        if kill_at is not None and driver.returncode != -signal.SIGKILL:
-            raise RuntimeError(f"the driver ended by itself before {kill_at:.0%} of the shards; give more rows")
+            raise RuntimeError(f"the driver ended by itself with {status}:\n{text[-4000:]}")
+        if kill_at is not None and status == 0:
+            raise RuntimeError(f"the driver was done before it could be killed at {kill_at:.0%}; give more rows")
 
     def _end(self, driver: subprocess.Popen[bytes]) -> None:
         """Kill the driver if it runs, then whatever is left of the processes it started."""
@@ -168,9 +171,9 @@ class Watch:
         folder = self.config.directory / "regenerate"
         if not (folder / "plan.json").is_file():
             return 0.0
-        if not hasattr(self, "_num_shards"):
-            self._num_shards = len(read_plan(folder).shards)
-        return len(self._manifests()) / self._num_shards
+        if self.num_shards is None:
+            self.num_shards = len(read_plan(folder).shards)
+        return len(self._manifests()) / self.num_shards
 
     def _look(self, pid: int, whole_tree: bool) -> None:
         """Note memory and finished stages."""
@@ -296,6 +299,7 @@ def main() -> None:
     if folder.is_dir() and any(folder.iterdir()):
         parser.error(f"--folder {folder} is not empty")
     folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is below removes what it leaves
     try:
         result = bench(folder.resolve(), arguments.rows, arguments.kills, arguments.actors, arguments.shard_size)
     finally:

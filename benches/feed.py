@@ -5,13 +5,14 @@
 Engines are simulated: an answer of n tokens takes n steps of a place in an engine, the places of an engine step
 together, and nothing else takes time (prompts, prefix cache and the scheduler's own work are left out alike). Answer
 lengths are lognormal and cut at 4,096 tokens, conversations have one turn or more, both as in `benches/corpus.py`.
-Shards are eight times the places of an engine, as 2,048 conversations are to 256 requests. Three ways to feed them:
+Shards are eight times the places of an engine, as 2,048 conversations are to 256 requests. Ways to feed them:
 
     feed        `lilicorr.generator.regenerate_groups` over shards from a queue: the pipeline's own code (but for shards
                 that are made twice at the end, which would hide how empty the engines get)
     shards      the same shard by shard, an engine running empty before its next one
-    processor   eight batches that fill the engine (of 32 rows at 256 places), each returned as a whole, and one pass a
-                turn: how the ready-made Ray Data LLM processor works
+    processor   batches of an eighth of the places (of 32 rows at 256), each returned as a whole, eight at once in an
+                engine, and one pass a turn: how the ready-made Ray Data LLM processor works by default
+    processor2  the same with sixteen batches at once, so that rows wait at the engine while others are decoded
 
 `busy` is the share of the engines' places in use until 98 % of the turns are finished, `busy_all` until the last one;
 `steps` is the whole time. The picture shows the share over time.
@@ -38,9 +39,10 @@ from lilicorr.generator import Completion, DialogueSettings, regenerate_groups
 from lilicorr.prompts import Conversation
 from lilicorr.tiny import byte_tokenizer
 
-WAYS = ("feed", "shards", "processor")
 MAX_TOKENS = 4096
-PROCESSOR_BATCHES = 8  # at once in an engine, its default
+PROCESSOR_BATCHES = 8  # of the places of an engine, and at once in it: the processor's defaults
+PROCESSORS = {"processor": PROCESSOR_BATCHES, "processor2": 2 * PROCESSOR_BATCHES}  # batches at once
+WAYS = ("feed", "shards", *PROCESSORS)
 SHARD_PER_SLOT = 8
 LAST = 0.02  # share of the turns that the tail is
 BINS = 200
@@ -196,26 +198,33 @@ def run_together(
         list(pool.map(exhaust, engines))
 
 
-def run_processor(turns: list[list[int]], num_engines: int, slots: int) -> Trace:
-    """Batches that end with their longest answer; the next turn of all conversations is another pass."""
-    trace, clock = Trace(), 0
+def run_processor(turns: list[list[int]], num_engines: int, slots: int, at_once: int) -> Trace:
+    """Batches that end with their last answer, so many at once in an engine; next turns are another pass.
+
+    The rows of an engine take its places in the order they came.
+    """
+    trace, clock, size = Trace(), 0, slots // PROCESSOR_BATCHES
     for turn in range(max(map(len, turns))):
         rows = [lengths[turn] for lengths in turns if len(lengths) > turn]
-        places, size = [clock] * (num_engines * PROCESSOR_BATCHES), slots // PROCESSOR_BATCHES
+        places = [[clock] * slots for _ in range(num_engines)]  # when each is free
+        batches = [(clock, engine) for _ in range(at_once) for engine in range(num_engines)]  # when each may begin
         for first in range(0, len(rows), size):
-            batch = rows[first : first + size]
-            start = heapq.heappop(places)
-            for length in batch:
-                trace.add(start, start + length)
-            heapq.heappush(places, start + max(batch))
-        clock = max(places)
+            begin, engine = heapq.heappop(batches)
+            ends = []
+            for length in rows[first : first + size]:
+                start = max(begin, heapq.heappop(places[engine]))
+                ends.append(start + length)
+                trace.add(start, ends[-1])
+                heapq.heappush(places[engine], ends[-1])
+            heapq.heappush(batches, (max(ends), engine))
+        clock = max(trace.finished)
     return trace
 
 
 def simulate(way: str, turns: list[list[int]], num_engines: int, slots: int) -> tuple[dict[str, Any], Trace]:
     """One way to feed the engines: its row and its trace."""
-    if way == "processor":
-        trace = run_processor(turns, num_engines, slots)
+    if way in PROCESSORS:
+        trace = run_processor(turns, num_engines, slots, PROCESSORS[way])
     else:
         trace = run_engines(turns, num_engines, slots, overlap=way == "feed")
     assert len(trace.finished) == sum(map(len, turns)), "a turn is missing"

@@ -293,9 +293,13 @@ class TrainingSet:
         folder = Path(folder)
         if not (folder / "meta.json").is_file():
             raise ValueError(f"{folder} is not a training set: meta.json is missing")
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        if meta.get("format") != FORMAT:
-            raise ValueError(f"{folder / 'meta.json'}: format must be {FORMAT}, got {meta.get('format')!r}")
+        try:
+            meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+            found = meta.get("format")
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{folder / 'meta.json'} is damaged: {error}") from error
+        if found != FORMAT:
+            raise ValueError(f"{folder / 'meta.json'}: format must be {FORMAT}, got {found!r}")
         sizes = {"tokens": meta["tokens"], "mask": meta["tokens"], "offsets": meta["rows"] + 1}
         arrays = {}
         for name, size in (sizes | {"vocab": meta["vocabulary"]}).items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,7 @@ class TrackedRun(NamedTuple):
 
     folder: Path  # of the run; trackers keep their own files in it
     name: str
-    identity: str  # the same after a restart, another one for another recipe
+    identity: str  # of the recipe: the same after a restart
     project: str
     step: int  # optimizer steps done: what a tracker has of later ones is from before a kill
     config: dict[str, Any]
@@ -61,6 +62,17 @@ class TensorBoard:
         self.writer.close()
 
 
+def kept_id(path: Path, identity: str) -> str:
+    """A tracker's own id of a run, from its file in the run's folder; empty for a folder that has had no such run."""
+    kept, _, own = path.read_text(encoding="utf-8").partition(" ") if path.is_file() else ("", "", "")
+    return own if kept == identity else ""
+
+
+def keep_id(path: Path, identity: str, own: str) -> None:
+    """Write what `kept_id` reads."""
+    write_atomic(path, f"{identity} {own}".encode())
+
+
 class MLflow:
     """A run of MLflow's tracking server, MLFLOW_TRACKING_URI; its id is kept in `mlflow_run` of the run's folder."""
 
@@ -69,8 +81,8 @@ class MLflow:
 
         self.client = MlflowClient()
         kept = run.folder / "mlflow_run"
-        identity, _, self.run_id = kept.read_text(encoding="utf-8").partition(" ") if kept.is_file() else ("", "", "")
-        if identity == run.identity:
+        self.run_id = kept_id(kept, run.identity)
+        if self.run_id:
             self.client.update_run(self.run_id, status="RUNNING")
             return
         experiment = self.client.get_experiment_by_name(run.project)
@@ -79,7 +91,7 @@ class MLflow:
         self.run_id = created.info.run_id
         for key, value in run.config.items():
             self.client.log_param(self.run_id, key, value)
-        write_atomic(kept, f"{run.identity} {self.run_id}".encode())
+        keep_id(kept, run.identity, self.run_id)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         from mlflow.entities import Metric
@@ -92,7 +104,7 @@ class MLflow:
 
 
 class WandB:
-    """A run of Weights & Biases by its identity, so that a restart goes on in it; WANDB_API_KEY and WANDB_MODE apply.
+    """A run of Weights & Biases; its id is kept in `wandb_run` of the run's folder. WANDB_API_KEY and WANDB_MODE apply.
 
     It takes no step below one that it has: of a run that went on from an older state it shows the first course.
     """
@@ -100,13 +112,11 @@ class WandB:
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
+        kept = run.folder / "wandb_run"
+        run_id = kept_id(kept, run.identity) or uuid.uuid4().hex
+        keep_id(kept, run.identity, run_id)
         self.run = wandb.init(
-            project=run.project,
-            name=run.name,
-            id=run.identity,
-            resume="allow",
-            dir=str(run.folder),
-            config=run.config,
+            project=run.project, name=run.name, id=run_id, resume="allow", dir=str(run.folder), config=run.config
         )
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -177,12 +187,14 @@ class MetricLog:
 
 
 def alarm(values: dict[str, Any]) -> str | None:
-    """What is wrong with a head by its diagnostics, None while nothing is.
+    """What is wrong with a run by an entry of its metrics, None while nothing is.
 
     `score_spread`, in nats, is the standard deviation of a slot's scores over its candidates: at 0 the head says the
-    same of all of them, and its walk follows whatever breaks ties.
+    same of all of them, and its walk follows whatever breaks ties. `tau` is 1 where the target took no draft at all.
     """
-    spread = values.get("score_spread")
-    if spread is None or spread >= COLLAPSED:
-        return None
-    return f"step {values['step']}: the head tells candidates apart by {spread:.4f} nats only, it has collapsed"
+    step, spread, tau = values["step"], values.get("score_spread"), values.get("tau")
+    if spread is not None and not spread >= COLLAPSED:
+        return f"step {step}: the head tells candidates apart by {spread:.4f} nats only, it has collapsed"
+    if tau is not None and not tau > 1:
+        return f"step {step}: the target accepts no draft (tau {tau:.2f}); after the first steps, training is broken"
+    return None

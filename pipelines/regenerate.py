@@ -17,7 +17,6 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import time
 import traceback
 import uuid
@@ -39,7 +38,7 @@ from pipelines.errors import one_line_errors, sent_home
 from pipelines.inputs import engine_label
 from pipelines.shard_queue import RemoteQueue, ShardQueue
 from pipelines.shards import Plan, Run, Shard
-from pipelines.tally import Tally, describe
+from pipelines.tally import Progress, Tally, describe
 
 if TYPE_CHECKING:  # they need torch, which the driver and --status do without
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +48,6 @@ if TYPE_CHECKING:  # they need torch, which the driver and --status do without
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_S = 30.0
 MakeGenerator = Callable[[PipelineConfig], "tuple[PreTrainedTokenizerBase, Generator]"]
 
 
@@ -327,44 +325,6 @@ class Watched:
             return self.generator.poll()
         except Exception as error:
             raise EngineError(f"{type(error).__name__}: {error}") from error
-
-
-class Progress:
-    """Logs a line every PROGRESS_S seconds while shards are made, from their manifests."""
-
-    def __init__(self, run: Run, plan: Plan) -> None:
-        self.tally = Tally(run.folder, plan)
-        self.start = time.monotonic()
-        self.before = self.tally.summary()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._log, daemon=True, name="regeneration progress")
-
-    def __enter__(self) -> Progress:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _log(self) -> None:
-        while not self._stopped.wait(PROGRESS_S):
-            logger.info("%s", self.line(self.tally.summary(), time.monotonic() - self.start))
-
-    def line(self, now: dict[str, Any], seconds: float) -> str:
-        """Where the run stands after `seconds`; the time left follows from tokens per second, not from shards."""
-        speed = (now["completion_tokens"] - self.before["completion_tokens"]) / seconds
-        finished = now["ok"] + now["dead"]
-        left = now["planned"] - now["duplicate"] - finished
-        eta = "unknown"
-        if speed > 0:
-            eta = stage.duration(left * now["completion_tokens"] / finished / speed)
-        turns_at_limit = sum(source["length"] for source in now["sources"].values())
-        return (
-            f"shards {now['shards_done']}/{now['shards']}, {finished} conversations ({now['dead']} dead), "
-            f"{speed:.0f} tokens/s, answers p50 {now['answer_tokens_p50']} p99 {now['answer_tokens_p99']} tokens, "
-            f"{turns_at_limit} of {now['turns']} at the length limit, time left {eta}"
-        )
 
 
 def print_status(config: PipelineConfig) -> None:

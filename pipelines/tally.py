@@ -1,17 +1,26 @@
 """How far a regeneration run is, from its plan and its manifests alone. No Ray, no torch.
 
-Place in the flow: `pipelines/regenerate.py` logs a `Tally` while shards are made, prints it for `--status` and keeps
-the last one as `summary.json`.
+Place in the flow: `pipelines/regenerate.py` logs a `Tally` while shards are made (`Progress`), prints it for `--status`
+and keeps the last one as `summary.json`.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pipelines.shards import Plan, read_manifest
+from pipelines.shards import Plan, Run, read_manifest
+from pipelines.stage import duration
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_S = 30.0
+STALL_S = 1800.0  # without a finished shard, of which a GPU makes one in minutes
 
 
 class Tally:
@@ -92,3 +101,52 @@ def describe(numbers: dict[str, Any]) -> list[str]:
         rate = f"{source['length']} at the length limit ({100 * source['length_rate']:.1f} %)"
         lines.append(f"  {name}: {source['turns']} turns, {source['tokens']} tokens, {rate}")
     return lines
+
+
+class Progress:
+    """Logs a line every PROGRESS_S seconds while shards are made, from their manifests."""
+
+    def __init__(self, run: Run, plan: Plan) -> None:
+        self.tally = Tally(run.folder, plan)
+        self.start = time.monotonic()
+        self.before = self.tally.summary()
+        self.newest = self.before["shards_done"], 0.0  # shards, and when the last of them was finished
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._log, daemon=True, name="regeneration progress")
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _log(self) -> None:
+        while not self._stopped.wait(PROGRESS_S):
+            now, seconds = self.tally.summary(), time.monotonic() - self.start
+            logger.info("%s", self.line(now, seconds))
+            if trouble := self.trouble(now["shards_done"], seconds):
+                logger.warning("%s", trouble)
+
+    def trouble(self, shards_done: int, seconds: float) -> str | None:
+        """What to say after `seconds` of a run in which no shard was finished for long, None while they are."""
+        if shards_done != self.newest[0]:
+            self.newest = shards_done, seconds
+        idle = seconds - self.newest[1]
+        return f"no shard was finished for {duration(idle)}: an engine may hang" if idle >= STALL_S else None
+
+    def line(self, now: dict[str, Any], seconds: float) -> str:
+        """Where the run stands after `seconds`; the time left follows from tokens per second, not from shards."""
+        speed = (now["completion_tokens"] - self.before["completion_tokens"]) / seconds
+        finished = now["ok"] + now["dead"]
+        left = now["planned"] - now["duplicate"] - finished
+        eta = "unknown"
+        if speed > 0:
+            eta = duration(left * now["completion_tokens"] / finished / speed)
+        turns_at_limit = sum(source["length"] for source in now["sources"].values())
+        return (
+            f"shards {now['shards_done']}/{now['shards']}, {finished} conversations ({now['dead']} dead), "
+            f"{speed:.0f} tokens/s, answers p50 {now['answer_tokens_p50']} p99 {now['answer_tokens_p99']} tokens, "
+            f"{turns_at_limit} of {now['turns']} at the length limit, time left {eta}"
+        )

@@ -124,14 +124,16 @@ def ensure_training_set(config: PipelineConfig) -> TrainingSet:
     folder = config.directory / "train" / TRAINING_SET
     shards, hashes = verified_shards(config.directory / "regenerate")
     source = training_set_source(hashes, config.train)
-    if (folder / "meta.json").is_file():
-        training_set = TrainingSet.open(folder)
-        if training_set.meta["source"] != source:
-            logger.info("the training set was made from other shards or settings and is built again")
-        elif content_hash(folder) != training_set.meta["content"]:
-            logger.warning("the training set is damaged and is built again")
-        else:
-            return training_set
+    if folder.is_dir():
+        try:
+            training_set = TrainingSet.open(folder)
+            same = training_set.meta["source"] == source
+            if same and content_hash(folder) == training_set.meta["content"]:
+                return training_set
+            reason = "is damaged" if same else "was made from other shards or settings"
+        except ValueError as error:
+            reason = f"cannot be read ({error})"
+        logger.warning("the training set %s and is built again", reason)
     report = build_training_set(shards, folder, config.train.max_length, config.train.layout, source)
     logger.info("training set: %s", report)
     return TrainingSet.open(folder)
@@ -249,12 +251,12 @@ def train_run(job: Job, device: torch.device, report: Report) -> None:
             log.write(metrics)
             pace = (time.monotonic() - started) / (done - first)
             logger.info("%s", progress_line(job.name, metrics, trainer.num_steps, pace))
-            if trouble := alarm(metrics):
-                logger.warning("%s: %s", job.name, trouble)
+            warn(job, metrics)
         if config.eval_steps and (done % config.eval_steps == 0 or last):
             tau = measure_tau(trainer, target, prompts)
             if log:
                 log.write({"step": done, "tau": tau})
+                warn(job, {"step": done, "tau": tau})
         if done % config.checkpoint_steps == 0 and not last:
             trainer.save(checkpoint_folder(job.folder / "checkpoints", done))
             if leads:
@@ -265,6 +267,12 @@ def train_run(job: Job, device: torch.device, report: Report) -> None:
         finish(job, trainer, draft_model, target)
         log.close()
     report({"step": trainer.done})
+
+
+def warn(job: Job, metrics: dict[str, Any]) -> None:
+    """Say in the log what is wrong with the run by an entry of its metrics."""
+    if trouble := alarm(metrics):
+        logger.warning("%s: %s", job.name, trouble)
 
 
 def open_log(job: Job, step: int) -> MetricLog:

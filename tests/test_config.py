@@ -117,6 +117,12 @@ def test_table_4() -> None:
         assert values["prompts"]["source"] == "nemotron_v2"
 
 
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"tiny"}))
+def test_training_looks_at_the_tau_of_its_draft_models(name: str) -> None:
+    """A loss that falls says nothing of what the target accepts (z-lab/dflash issue 41)."""
+    assert load(name).train.eval_steps
+
+
 def test_the_two_paper_profiles_differ_by_the_target_only() -> None:
     def without_names(config: PipelineConfig) -> dict[str, Any]:
         values = to_dict(config)

@@ -28,19 +28,30 @@ def test_busy_is_the_area_under_the_places_in_use() -> None:
 
 def test_a_batch_of_the_processor_ends_with_its_longest_answer() -> None:
     turns = [[3], [9], [5, 2], [1], [4], [4], [4], [4]]
-    trace = run_processor(turns, num_engines=1, slots=16)  # batches of two, eight at once; then the second turns
+    trace = run_processor(turns, num_engines=1, slots=16, at_once=8)  # batches of two; then the second turns
     assert sorted(trace.finished) == [1, 3, 4, 4, 4, 4, 5, 9, 11]
+    trace = run_processor(turns, num_engines=1, slots=16, at_once=2)  # four rows wait for the batches before them
+    assert sorted(trace.finished) == [1, 3, 5, 5 + 4, 5 + 4, 9, 9 + 4, 9 + 4, 13 + 2]
+
+
+def test_rows_that_wait_at_the_processors_engine_take_the_next_place() -> None:
+    turns = [[6], [1], [1], [1], [2], [1], [1], [1], [5], [3]]  # batches of one over eight places
+    trace = run_processor(turns, num_engines=1, slots=8, at_once=10)
+    assert sorted(trace.finished) == [1, 1, 1, 1, 1, 1, 2, 1 + 3, 1 + 5, 6]
+    assert sorted(run_processor(turns, 1, 8, at_once=9).finished) == sorted(trace.finished)
+    assert max(run_processor(turns, 1, 8, at_once=2).finished) > 6
 
 
 def test_the_feed_keeps_its_engine_full_and_waiting_for_the_last_answer_does_not() -> None:
-    turns = make_turns(12 * 128)
+    turns = make_turns(24 * 128)
     mean = sum(map(sum, turns)) / sum(map(len, turns))
     assert 650 < mean < 850 and 1.1 < sum(map(len, turns)) / len(turns) < 1.5
-    rows = {way: simulate(way, turns, 1, 16)[0] for way in feed.WAYS}
+    rows = {way: simulate(way, turns, 2, 16)[0] for way in feed.WAYS}
     assert rows["feed"]["busy"] >= 0.95
-    assert rows["shards"]["busy"] < 0.9 and rows["processor"]["busy"] < 0.8
-    least = sum(map(sum, turns)) / 16
-    assert least <= rows["feed"]["steps"] < rows["shards"]["steps"] < rows["processor"]["steps"]
+    assert rows["shards"]["busy"] < 0.9 and rows["processor"]["busy"] < 0.8 and rows["processor2"]["busy"] < 0.95
+    least = sum(map(sum, turns)) / (2 * 16)
+    assert least <= rows["feed"]["steps"] < rows["processor2"]["steps"] < rows["processor"]["steps"]
+    assert rows["feed"]["steps"] < rows["shards"]["steps"]
     for row in rows.values():
         assert row["busy_all"] == pytest.approx(least / row["steps"])
 

@@ -20,9 +20,8 @@ from lilicorr.prompts import Conversation, write_conversations
 from lilicorr.tiny import byte_tokenizer
 from pipelines import shards
 from pipelines import tally as tally_module
-from pipelines.regenerate import Progress
 from pipelines.shards import Plan, Run
-from pipelines.tally import Tally, describe, percentile
+from pipelines.tally import STALL_S, Progress, Tally, describe, percentile
 
 SETTINGS = DialogueSettings({"enable_thinking": False}, max_new_tokens=12)
 PARTS = {"target": {"template_hash": "x"}, "regenerate.max_new_tokens": 12}
@@ -331,6 +330,15 @@ def test_an_accounting_that_does_not_add_up_fails(tmp_path: Path) -> None:
     path.unlink()
     assert Tally(tmp_path, plan).summary()["shards_done"] == 4
     assert "(more shards are open)" in "\n".join(describe(Tally(tmp_path, plan).summary()))
+
+
+def test_a_run_in_which_no_shard_is_finished_for_long_says_so(tmp_path: Path) -> None:
+    plan, run, _ = setup(tmp_path)
+    progress = Progress(run, plan)
+    assert progress.trouble(0, STALL_S - 1) is None
+    assert progress.trouble(0, STALL_S) == "no shard was finished for 30 min 00 s: an engine may hang"
+    assert progress.trouble(1, STALL_S + 60) is None and progress.trouble(1, 2 * STALL_S) is None
+    assert progress.trouble(1, 2 * STALL_S + 60)
 
 
 def test_percentiles() -> None:

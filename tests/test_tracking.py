@@ -176,7 +176,7 @@ def test_mlflow_goes_on_in_the_run_that_a_kill_interrupted(tmp_path: Path, monke
     assert len(FakeClient.runs) == 2 and FakeClient.experiments == {"papers": "experiment 0"}
 
 
-def test_wandb_is_told_the_identity_so_that_a_restart_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_goes_on_in_the_run_of_its_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     run = SimpleNamespace(
         log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finished")
@@ -186,8 +186,13 @@ def test_wandb_is_told_the_identity_so_that_a_restart_goes_on(tmp_path: Path, mo
     tracker.log(10, {"loss": 2.0})
     tracker.close()
     options = calls.pop(0)
-    assert (options["id"], options["resume"], options["project"]) == ("abc", "allow", "papers")
+    assert (options["resume"], options["project"], options["dir"]) == ("allow", "papers", str(tmp_path))
     assert calls == [(10, {"loss": 2.0}), "finished"]
+    # W&B takes no step twice: the same recipe trained again, in another folder or after `--force`, is another run
+    (tmp_path / "elsewhere").mkdir()
+    for folder, identity, same in ((".", "abc", True), ("elsewhere", "abc", False), (".", "other recipe", False)):
+        WandB(tracked(tmp_path / folder, identity=identity))
+        assert (calls.pop()["id"] == options["id"]) == same
 
 
 def test_an_unknown_tracker_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,9 +205,19 @@ def test_an_unknown_tracker_and_a_missing_package_are_refused(monkeypatch: pytes
             check_trackers([name])
 
 
-def test_the_alarm_is_for_heads_that_tell_nothing_apart() -> None:
-    assert alarm({"step": 10, "loss": 2.0}) is None
-    assert alarm({"step": 10, "score_spread": 0.5}) is None
-    assert "step 10: the head tells candidates apart by 0.0010 nats only" in str(
-        alarm({"step": 10, "score_spread": 0.001})
-    )
+@pytest.mark.parametrize(
+    ("values", "trouble"),
+    [
+        ({"loss": 2.0}, None),
+        ({"score_spread": 0.5}, None),
+        ({"tau": None}, None),
+        ({"tau": 1.002}, None),
+        ({"score_spread": 0.001}, "step 10: the head tells candidates apart by 0.0010 nats only"),
+        ({"score_spread": float("nan")}, "step 10: the head tells candidates apart by nan nats only"),
+        ({"tau": 1.0}, "step 10: the target accepts no draft (tau 1.00)"),
+        ({"tau": float("nan")}, "step 10: the target accepts no draft (tau nan)"),
+    ],
+)
+def test_the_alarm(values: dict[str, Any], trouble: str | None) -> None:
+    found = alarm({"step": 10, **values})
+    assert found is None if trouble is None else trouble in str(found)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -117,6 +121,44 @@ def test_what_an_error_leaves_is_removed_unless_it_is_to_be_kept(
     assert (folder / "corpus").is_dir() == keep and not output.exists()
 
 
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("print('the disk is full'); raise SystemExit(1)", "ended by itself with 1:\n.*the disk is full"),
+        ("import os; os.kill(os.getpid(), 9)", "ended by itself with -9"),
+        ("pass", "was done before it could be killed at 50%; give more rows"),
+    ],
+)
+def test_a_driver_that_ends_by_itself_is_not_taken_for_one_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, message: str
+) -> None:
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return popen([sys.executable, "-c", program], **options)
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(corpus_scale.subprocess, "Popen", start)
+    watch = corpus_scale.Watch(tmp_path, corpus_scale.make_profile(tmp_path, 1, 100), tmp_path)
+    with pytest.raises(RuntimeError, match=f"(?s){message}"):
+        watch.run(0.5)
+
+
+def test_sigterm_ends_the_bench_and_removes_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bench(folder: Path, *_: Any) -> None:
+        (folder / "corpus").mkdir()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(corpus_scale, "bench", bench)
+    monkeypatch.setattr(sys, "argv", ["corpus_scale", "--folder", str(tmp_path / "run")])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            corpus_scale.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -125,14 +167,14 @@ def test_a_killed_driver_is_started_again_and_the_result_written(
 ) -> None:
     output = tmp_path / "result.json"
     # what the killed driver started works on for a moment: there must be more than it can make in that time
-    arguments = ["--rows", "8000", "--kills", "0.3", "--actors", "1", "--shard-size", "20"]
+    arguments = ["--rows", "8000", "--kills", "0.2", "0.5", "--actors", "1", "--shard-size", "20"]
     folder = tmp_path / "run"
     monkeypatch.setattr(sys, "argv", ["corpus_scale", *arguments, "--folder", str(folder), "--output", str(output)])
     corpus_scale.main()
     result = json.loads(output.read_text(encoding="utf-8"))
     parts = ("ok", "dead", "duplicate", "dropped", "held_out")
     assert result["rows"] == 8000 == sum(result[name] for name in parts)
-    assert result["kills"] == [0.3] and result["resume_seconds"] > 0 and result["status_seconds"] > 0
+    assert result["kills"] == [0.2, 0.5] and result["resume_seconds"] > 0 and result["status_seconds"] > 0
     assert 0.05 < result["peak_rss_gb"] < result["peak_tree_gb"] * 1.5 and result["seconds"] > 0
     assert set(result["stage_seconds"]) == {"prepare", "regenerate", "build"} and result["provenance"]["versions"]
     assert not folder.exists()

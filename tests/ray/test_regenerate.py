@@ -27,7 +27,7 @@ from lilicorr.tiny import byte_tokenizer
 from pipelines import inputs, regenerate, shards, stage
 from pipelines.errors import one_line_errors
 from pipelines.shard_queue import ShardQueue
-from pipelines.tally import Tally
+from pipelines.tally import Progress, Tally
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = RegenerateConfig(
@@ -215,7 +215,7 @@ def test_the_progress_line_and_the_status(
     prompts = config.directory / "prepare" / "prompts.parquet"
     plan = shards.open_plan(folder_of(config), prompts, 4)
     run = shards.open_run(folder_of(config), "replay 1", {})
-    progress = regenerate.Progress(run, plan)
+    progress = Progress(run, plan)
     assert progress.line(Tally(run.folder, plan).summary(), 1.0).endswith("time left unknown")
     numbers = {**Tally(run.folder, plan).summary(), "completion_tokens": 800, "ok": 10, "dead": 1, "shards_done": 3}
     line = progress.line(numbers, 40.0)

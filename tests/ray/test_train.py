@@ -199,6 +199,21 @@ def test_the_training_set_is_built_again_for_other_settings(config: PipelineConf
     assert second["longest_row"] == 20 and second["content"] != first["content"]
 
 
+@pytest.mark.parametrize("harm", ["flipped", "cut", "missing"])
+@pytest.mark.parametrize("name", ["tokens.npy", "mask.npy", "offsets.npy", "vocab.npy", "meta.json"])
+def test_a_damaged_training_set_is_built_again(config: PipelineConfig, name: str, harm: str) -> None:
+    folder = config.directory / "train" / "training_set"
+    meta = train.ensure_training_set(config).meta
+    path, whole = folder / name, (folder / name).read_bytes()
+    if harm == "flipped":
+        path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    elif harm == "cut":
+        path.write_bytes(whole[:-9])
+    else:
+        path.unlink()
+    assert train.ensure_training_set(config).meta == meta and path.read_bytes() == whole
+
+
 def command_line(pid: int) -> str:
     """Of a process; empty once it is gone."""
     try:
