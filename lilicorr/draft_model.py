@@ -136,7 +136,12 @@ class DraftModel(nn.Module):
         def chunk_terms(hidden: Tensor, context: Tensor, rows: Tensor, anchors: Tensor) -> dict[str, LossTerm]:
             labels = block_labels(batch, rows, anchors, self.spec.num_slots, final_hidden, self.lm_head)
             draft = self.draft_output(batch.input_ids[rows, anchors], hidden, context[rows, anchors - 1], anchors > 0)
-            return self.head.loss(draft, labels, progress)
+            terms = self.head.loss(draft, labels, progress)
+            # No backward pass goes through a term without weight: what a recomputed chunk keeps for it would stay.
+            return {
+                n: term if term.weight else dataclasses.replace(term, sum=term.sum.detach())
+                for n, term in terms.items()
+            }
 
         if len(rows) <= chunk_blocks:
             return chunk_terms(hidden, context, rows, anchors)
