@@ -119,7 +119,6 @@ def test_what_an_error_leaves_is_removed_unless_it_is_to_be_kept(
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_killed_driver_is_started_again_and_the_result_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
