@@ -36,7 +36,7 @@ from lilicorr.folder import new_folder, remove_unfinished
 from lilicorr.provenance import sha256_tree, write_atomic, write_json
 from pipelines import local
 from pipelines.inputs import key_file
-from serve_app.dashboard import REQUEST_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, Dashboard, cluster_token, wait_for
+from serve_app.dashboard import REQUEST_TIMEOUT_S, Dashboard, cluster_token, wait_for
 from serve_app.scale import APP
 from serve_app.scale import TIMEOUT_S as START_TIMEOUT_S
 
@@ -309,7 +309,7 @@ def wait_until_serving(url: str, version: str, api_key_file: str | None) -> None
             return repr(error)
         return found == version or f"it still serves version {found}"
 
-    wait_for(look, f"version {version} at {url}, of which Serve says that it runs,", SHUTDOWN_TIMEOUT_S)
+    wait_for(look, f"version {version} at {url}, of which Serve says that it runs,", START_TIMEOUT_S)
 
 
 def served_version(url: str, api_key_file: str | None, timeout_s: float) -> str:

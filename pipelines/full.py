@@ -34,7 +34,8 @@ from pipelines.errors import one_line_errors
 from pipelines.stage import VERSIONS, Stage, argument_parser, execute, find, lazily, plan, resolve_config, select
 from pipelines.systems import SYSTEMS, chosen, with_systems
 
-HEALTH_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 30.0  # one that is busy answers late, and is not deployed again for it
+HEALTH_TIMEOUT_S = 5.0  # in a report, for which nobody waits longer
 Change = Callable[[PipelineConfig], PipelineConfig]
 REGENERATE_PACE = ("num_actors", "gpus_per_actor", "cpus_per_actor", "max_attempts")
 TRAIN_PACE = (
@@ -49,7 +50,7 @@ def endpoint_problem(config: PipelineConfig) -> str | None:
 
     endpoint = json.loads((config.directory / "deploy" / "endpoint.json").read_text(encoding="utf-8"))
     try:
-        served = served_version(endpoint["url"], config.deploy.api_key_file, HEALTH_TIMEOUT_S)
+        served = served_version(endpoint["url"], config.deploy.api_key_file, ANSWER_TIMEOUT_S)
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
         return f"the endpoint does not answer at {endpoint['url']}/v1/models: {error!r}"
     if served != endpoint["version"]:

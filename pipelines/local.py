@@ -344,12 +344,14 @@ def stop(folder: Path) -> int:
         processes = [process, *(identity(pid) for pid in sorted(descendants(process["pid"])))]
     processes = [process for process in processes if is_alive(process)]
     if is_alive(process):
-        os.kill(process["pid"], signal.SIGTERM)  # `ray start --block` ends its own children
+        with contextlib.suppress(ProcessLookupError):  # it may end by itself meanwhile, here and below
+            os.kill(process["pid"], signal.SIGTERM)  # `ray start --block` ends its own children
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while any(is_alive(p) for p in processes) and time.monotonic() < deadline:
         time.sleep(0.2)
     for process in filter(is_alive, processes):
-        os.kill(process["pid"], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process["pid"], signal.SIGKILL)
     shutil.rmtree(head["temporary"], ignore_errors=True)
     path.unlink()
     return len(processes)

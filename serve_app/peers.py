@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -42,6 +43,7 @@ class Peers:
         self._own = own
         self._ask = ask
         self._name: str | None = None  # this replica's, once it has looked
+        self._last_at = 0.0  # when it last looked, by its own account
         self._told: Report | None = None  # its newest report that the others have
         self._reports: dict[str, Report] = {}  # the others'
         self._heard: dict[str, float] = {}  # when a newer report came in (monotonic)
@@ -102,9 +104,11 @@ class Peers:
             await self.gather()
 
     def _look(self) -> Report:
-        own = replace(self._own(), num_gather_failures=self._num_failures)
+        """This replica's report of now, later than any before even where the clock was set back: the newest counts."""
+        own = self._own()
+        self._last_at = max(own.at, math.nextafter(self._last_at, math.inf))
         self._name = own.replica
-        return own
+        return replace(own, at=self._last_at, num_gather_failures=self._num_failures)
 
     def _read(self, plain: Plain) -> None:
         try:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from ray_variables import RAY_VARIABLES
+
 if TYPE_CHECKING:
     from lilicorr.target import Target
 
@@ -21,19 +23,18 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).resolve().parents[1]
-RAY_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",  # the default writes a token into the home folder
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on the loopback interface only
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # the default of 15 starves the workers on a machine with other work
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Keep parallel test processes from fighting over two cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws without a seed of its own is the same every time."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture
@@ -55,8 +56,8 @@ def tiny_target() -> Target:
 @pytest.fixture(scope="module")
 def ray_environment() -> Iterator[None]:
     """The variables of a Ray instance of the tests, which Ray reads when it is imported."""
-    before = {name: os.environ.get(name) for name in RAY_ENVIRONMENT}
-    os.environ.update(RAY_ENVIRONMENT)
+    before = {name: os.environ.get(name) for name in RAY_VARIABLES}
+    os.environ.update(RAY_VARIABLES)
     yield
     for name, value in before.items():
         os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)

@@ -46,7 +46,7 @@ def test_labels_at_the_edges():
 
 
 def test_target_logits_are_gathered_rows():
-    batch, hidden, lm_head = make_batch([".xxxxx"]), torch.randn(1, 6, 4), torch.randn(9, 4)
+    batch, hidden, lm_head = make_batch([".xxxxx"]), torch.randn(1, 6, 4).double(), torch.randn(9, 4).double()
     labels = block_labels(batch, torch.tensor([0]), torch.tensor([1]), 2, hidden, lm_head)
     ids = torch.tensor([[[1, 8], [0, 3]]])
     expected = (labels.target_hidden @ lm_head.T).gather(-1, ids)

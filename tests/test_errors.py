@@ -96,7 +96,6 @@ def test_problems_are_collected_and_faults_are_not() -> None:
         problem_of(operation_that_fails)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("stage", "options", "line"),
     [

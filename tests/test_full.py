@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import os
 import signal
@@ -9,6 +11,9 @@ import socket
 import subprocess
 import sys
 import threading
+import types
+import urllib.error
+import urllib.request
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -22,6 +27,7 @@ from lilicorr.provenance import write_json
 from pipelines import deploy, full
 from pipelines.stage import MARKER, find, print_status, read_marker, resolve_config, select
 from pipelines.stage import drive as drive_stages
+from serve_app import dashboard
 from test_tables import make_results
 
 SCRIPT = Path(__file__).with_name("fake_stages.py")
@@ -32,7 +38,7 @@ def drive(run_dir: Path, *options: str, kill_at: str | None = None) -> subproces
     """Run the driver in a process of its own."""
     variables = {**os.environ, **({"KILL_AT": kill_at} if kill_at else {})}
     command = [sys.executable, str(SCRIPT), "--profile", "tiny", "--run-dir", str(run_dir), *options]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
 
 
 def contents(run_dir: Path) -> dict[str, str]:
@@ -255,6 +261,47 @@ def test_a_port_that_speaks_something_else_is_no_endpoint(tmp_path: Path) -> Non
         problem = full.endpoint_problem(config)
         thread.join()
     assert problem is not None and problem.startswith(f"the endpoint does not answer at {url}/v1/models: BadStatusLine")
+
+
+class Slow:
+    """An endpoint that takes `seconds` for an answer, in place of `urlopen`."""
+
+    def __init__(self, seconds: float, fingerprint: str) -> None:
+        self.seconds, self.body = seconds, json.dumps({"data": [{"fingerprint": fingerprint}]}).encode()
+
+    def __call__(self, request: object, timeout: float) -> io.BytesIO:
+        if timeout < self.seconds:
+            raise TimeoutError("timed out")
+        return io.BytesIO(self.body)
+
+
+def test_an_endpoint_that_answers_late_is_not_deployed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PipelineConfig(profile="p", run_dir=str(tmp_path))
+    weights = config.directory / "train" / config.deploy.run / "final" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"one")
+    version, url = deploy.wanted_version(config), f"http://127.0.0.1:{config.deploy.port}"
+    write_json(config.directory / "deploy" / "endpoint.json", {"url": url, "version": version, "model": "m"})
+    monkeypatch.setattr(urllib.request, "urlopen", Slow(20.0, version))
+    assert full.endpoint_problem(config) is None
+    assert "does not answer" in full.endpoint_report(config)  # which is not waited for
+
+
+def test_an_endpoint_may_take_as_long_to_answer_as_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve says that it runs; on a busy machine its first answer comes ten minutes later."""
+    late = iter(6 * [urllib.error.URLError("connection refused")])
+
+    def urlopen(request: object, timeout: float) -> io.BytesIO:
+        for error in late:
+            raise error
+        return Slow(0.0, "v")(request, timeout)
+
+    now = itertools.count(0, 100)
+    clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: None)
+    monkeypatch.setattr(dashboard, "time", clock)
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    deploy.wait_until_serving("http://127.0.0.1:1", "v", None)
+    assert next(now) > 600
 
 
 def check_ports(config: PipelineConfig, port: int) -> None:

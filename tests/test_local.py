@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -90,6 +91,27 @@ def test_stop_ends_the_rest_of_a_head_that_died(tmp_path: Path, monkeypatch: pyt
         assert gone(children[0])
     finally:
         os.kill(children[1], 9)
+
+
+def test_what_ends_by_itself_while_it_is_stopped_is_cleared_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = os.kill
+
+    def kill(*_: int) -> None:
+        """As it is for a process that has ended since it was looked at."""
+        raise ProcessLookupError
+
+    monkeypatch.setattr(local, "STOP_TIMEOUT_S", 0.3)
+    leader, children = start_leader(tmp_path)
+    monkeypatch.setattr(local.os, "kill", kill)
+    try:
+        assert local.stop(tmp_path) == 3
+        assert not (tmp_path / "head.json").exists() and not (tmp_path / "temporary").exists()
+    finally:
+        for pid in (leader.pid, *children):
+            really(pid, signal.SIGKILL)
+        leader.wait()
 
 
 def test_stop_leaves_a_process_that_got_the_id_later(tmp_path: Path, bystander: subprocess.Popen[bytes]) -> None:
@@ -300,7 +322,7 @@ def test_an_action_without_options_refuses_them() -> None:
 )
 def test_the_demo_refuses_options_before_it_starts_a_head(tmp_path: Path, options: list[str], problem: str) -> None:
     command = [sys.executable, str(Path(local.__file__)), "demo", "--run-dir", str(tmp_path / "runs"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1 and done.stderr.startswith(f"error: {problem}"), done.stderr
     assert done.stdout == "" and list(tmp_path.iterdir()) == []
 

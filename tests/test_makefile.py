@@ -34,7 +34,7 @@ def make(folder: Path, *arguments: str, **variables: str) -> subprocess.Complete
             shutil.copy(ROOT / name, folder)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     command = ["make", "-C", str(folder), f"PYTHON={python}", *arguments]
-    return subprocess.run(command, env=kept | variables, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=kept | variables, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize(("target", "name"), [("setup", ".venv"), *FOLDERS.items()])

@@ -21,7 +21,6 @@ from pipelines import train
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_a_toy_run_without_ray_and_a_second_call_that_only_reports(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "absent").mkdir()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lilicorr.engine.pages import PAGE_SIZE, PagePool, num_pages_for
@@ -80,7 +80,13 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free == NUM_PAGES and self.pool.num_used == 0
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
 TestPool = PoolMachine.TestCase
 
 

@@ -161,7 +161,6 @@ def test_sigterm_ends_the_bench_and_removes_what_it_wrote(tmp_path: Path, monkey
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_killed_driver_is_started_again_and_the_result_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from pipelines.stage import PROFILES, read_marker
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 600.0
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(3600)]
 
 Sign = Callable[[Path], bool]
 # What shows that a stage is in the middle of its work, in the run directory.
@@ -46,15 +45,13 @@ def write_profile(path: Path) -> None:
     source = path.with_suffix(".jsonl")
     source.write_text("".join(json.dumps(row) + "\n" for row in prompts), encoding="utf-8")
     values["prompts"] = {"source": str(source), "held_out_fraction": 0.25}
-    values["regenerate"] |= {"shard_size": 4, "max_new_tokens": 16}
+    values["regenerate"] |= {"batch_size": 4, "shard_size": 4, "max_new_tokens": 16}  # shard by shard
     for name in ("trunk", "lilicorr"):
         values["train"]["runs"][name]["steps"] = 6
     del values["train"]["runs"]["dflash"]
     values["train"]["checkpoint_steps"] = 2
     values["evaluate"] |= {"max_new_tokens": 16, "systems": {"autoregressive": {}, "lilicorr": {"run": "lilicorr"}}}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        values["deploy"]["port"] = probe.getsockname()[1]
+    values["deploy"]["port"] = local.free_port(set())
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")  # runs are in order
 
 

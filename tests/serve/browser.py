@@ -61,7 +61,7 @@ class Page:
     def open(self, url: str) -> None:
         """Go to a page."""
         self.send("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete'")
+        self.wait(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""
@@ -99,14 +99,25 @@ def browser(folder: Path) -> Iterator[Page]:
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         port = _port(folder / "profile" / "DevToolsActivePort", process)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=60) as response:
-            tab = next(target for target in json.load(response) if target["type"] == "page")
-        with connect(tab["webSocketDebuggerUrl"], max_size=None, open_timeout=60, ping_interval=None) as connection:
+        tab = _first_tab(port)
+        with connect(tab, max_size=None, open_timeout=60, ping_interval=None) as connection:
             yield Page(connection)
     finally:
         process.terminate()
         process.wait(timeout=30)
         log.close()
+
+
+def _first_tab(port: int) -> str:
+    """The address of the websocket of the first page, which may not be there yet when the port is."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=60) as response:
+            pages = [target for target in json.load(response) if target["type"] == "page"]
+        if pages:
+            return pages[0]["webSocketDebuggerUrl"]
+        assert time.monotonic() < deadline, "Chromium opened no page"
+        time.sleep(0.05)
 
 
 def _port(file: Path, process: subprocess.Popen[bytes]) -> int:

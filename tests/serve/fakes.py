@@ -214,7 +214,7 @@ def listening(app: ASGIApp) -> Iterator[str]:
         thread.join(timeout=10)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Poll until `condition` holds; AssertionError after the time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

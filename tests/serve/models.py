@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,15 +15,9 @@ from lilicorr.draft_model import build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
 from lilicorr.heads import HEADS
 from lilicorr.target import Target, default_layer_ids, load_target
+from pipelines import local
 
 ROOT = Path(__file__).parents[2]
-RAY_VARIABLES = {
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_raylet_start_wait_time_s": "180",  # a busy machine is slow, not broken
-    "RAY_worker_register_timeout_seconds": "300",
-}
 DRAFTER = DrafterConfig(num_layers=2, block_size=4, num_candidates=3)
 HEAD = {"hidden_size": 16, "num_heads": 2, "factor_dim": 8}
 
@@ -49,15 +42,6 @@ def save_random_checkpoint(
     save_draft_model(folder, draft_model, {}, dtype="float32")
 
 
-def free_port() -> int:
-    """A port nobody listens on, outside Ray's worker ports."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    assert not 10_002 <= port <= 19_999, f"the kernel's ephemeral ports overlap Ray's worker ports: {port}"
-    return port
-
-
 def deploy(target: Path, checkpoint: Path, **arguments: Any) -> None:
     """Make the real application what Serve runs, under the name `tiny`, and wait until all of it is of this kind."""
     from ray import serve
@@ -73,7 +57,7 @@ def serving(target: Path, checkpoint: Path, **arguments: Any) -> Iterator[str]:
     """The application on the Ray instance of this process; yields its URL."""
     from ray import serve
 
-    port = free_port()
+    port = local.free_port(set())
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     deploy(target, checkpoint, **arguments)
     yield f"http://127.0.0.1:{port}"

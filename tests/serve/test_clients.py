@@ -40,7 +40,7 @@ from serve_app.openapi import POSTS, document
 from serve_app.replica import Replica
 from serve_app.served_model import served_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 QUESTION = "What is 1 + 1?"
 ROWS, QUEUE = 4, 4
 LOCUSTFILE = '''

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import httpx2
 import pytest
 import yaml
-from models import RAY_VARIABLES, ROOT, free_port, save_random_checkpoint
+from models import ROOT, save_random_checkpoint
 
 from lilicorr.config import DeployConfig, EngineConfig, PipelineConfig, RunConfig, TargetConfig, YarnConfig, from_dict
 from lilicorr.provenance import write_json
@@ -28,6 +28,7 @@ from lilicorr.tiny import tiny_target_folder
 from pipelines import deploy, full, local
 from pipelines.deploy import Dashboard, run
 from pipelines.train import Job, set_aside
+from ray_variables import RAY_VARIABLES
 from serve_app.args import AppArgs
 from serve_app.guard import read_keys
 
@@ -128,7 +129,7 @@ def config(tmp_path: Path) -> PipelineConfig:
         profile="p",
         run_dir=str(tmp_path),
         target=TargetConfig("embedded"),
-        deploy=DeployConfig(model_name="m", port=free_port(), gpus_per_replica=0.0),
+        deploy=DeployConfig(model_name="m", port=local.free_port(set()), gpus_per_replica=0.0),
     )
     final = config.directory / "train" / "lilicorr" / "final"
     final.mkdir(parents=True)
@@ -378,7 +379,6 @@ def ask(config: PipelineConfig) -> tuple[str, str]:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(1000)
 def test_endpoint_outlives_its_driver_and_follows_the_checkpoint(config: PipelineConfig) -> None:
     target = tiny_target_folder(Path(config.run_dir) / "target")
     final = config.directory / "train" / "lilicorr" / "final"

@@ -14,7 +14,7 @@ import pytest
 from models import replica_pids, serving
 from test_load import Case, Times, ask, make_cases, models  # noqa: F401
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STREAMS = 16
 
 

@@ -13,7 +13,7 @@ from test_load import Case, models  # noqa: F401
 
 from nodes import Nodes, node_cluster
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -236,8 +236,8 @@ def test_leaving_the_page_ends_the_decoding() -> None:
 
     engine = EchoEngine(pace_s=0.02)
     app, replica = operated_app(engine)
-    with listening(app) as url:
-        with httpx2.stream("POST", f"{url}/ui/try", json={"prompt": 2000 * "a", "max_tokens": 2000}) as response:
+    with listening(app) as url, httpx2.Client(base_url=url, timeout=60) as client:
+        with client.stream("POST", "/ui/try", json={"prompt": 2000 * "a", "max_tokens": 2000}) as response:
             next(response.iter_lines())
         wait_until(lambda: replica.snapshot().num_finished == {"abort": 1})
         assert engine.num_open == 0

@@ -140,6 +140,18 @@ def test_an_older_report_does_not_replace_a_newer_one() -> None:
     assert [found.snapshot.num_tokens for found, _ in gathered if found.replica == "b"] == [5]
 
 
+def test_a_clock_that_is_set_back_hides_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, alone, really = Network("ab"), Peers(lambda: report("c", num_tokens=network.counts["a"])), time.time
+    network.seen("b")
+    asyncio.run(alone.gather())
+    monkeypatch.setattr(peers.time, "time", lambda: really() - 3600)
+    for count in (1, 2):
+        network.counts = dict.fromkeys("ab", count)
+        assert network.seen("a") == {"a": (count, True), "b": (count, True)}
+        ((found, up),) = asyncio.run(alone.gather())
+        assert (found.snapshot.num_tokens, up) == (count, True)
+
+
 def test_only_so_many_that_have_gone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, own = Clock(monkeypatch), Peers(lambda: report("own", at=peers.time.time()))
     began = time.time()

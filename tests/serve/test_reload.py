@@ -15,7 +15,7 @@ import httpx2
 import pytest
 import yaml
 from fakes import wait_until
-from models import DRAFTER, ROOT, free_port, replica_pids, running_replicas, save_random_checkpoint
+from models import DRAFTER, ROOT, replica_pids, running_replicas, save_random_checkpoint
 from test_faults import STREAMS, case, read_while  # noqa: F401
 from test_load import Case, models  # noqa: F401
 from test_metrics import samples
@@ -23,6 +23,7 @@ from test_metrics import samples
 from lilicorr.checkpoint import checkpoint_tensors, load_draft_model
 from lilicorr.decode import SamplingParams
 from lilicorr.engine.request import Request
+from pipelines import local
 from serve_app.args import AppArgs
 from serve_app.controller import Controller
 from serve_app.reload import Reloader
@@ -254,7 +255,6 @@ def test_an_exchange_that_breaks_ends_the_replica_and_the_waiting(opened: Opened
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_serve_changes_weights_under_clients_without_a_new_replica(
     ray_cluster: None,
     models: tuple[Path, Path],  # noqa: F811
@@ -265,7 +265,7 @@ def test_serve_changes_weights_under_clients_without_a_new_replica(
     from ray import serve
 
     target, checkpoint = models
-    port = free_port()
+    port = local.free_port(set())
     config = yaml.safe_load((ROOT / "serve_app" / "config.manual.yaml").read_text(encoding="utf-8"))
     (application,) = config["applications"]
     args = {"checkpoint": str(checkpoint), "target": str(target), "target_dtype": "float32", "model_name": "tiny"}

@@ -55,7 +55,7 @@ def test_requests_of_a_ticket_are_told_apart(replica: Replica) -> None:
 def test_snapshot_counts_what_was_decoded_and_how_it_ended(replica: Replica) -> None:
     async def run() -> None:
         await read(replica.submit([echo("a", "hello there"), echo("b", "cut short", 3), echo("c", "BOOM")]))
-        stopped = replica.submit([echo("d", "stopped by a string " * 9), echo("e", "left alone " * 9)])
+        stopped = replica.submit([echo("d", "stopped by a string " * 9), echo("e", "left alone " * 90)])
         async for index, _ in stopped:
             if index == 0:
                 stopped.stop("d")
@@ -98,15 +98,17 @@ def test_who_has_an_answer_finds_it_counted(replica: Replica, engine: EchoEngine
 
 def test_snapshot_shows_who_runs_and_who_waits(replica: Replica, engine: EchoEngine) -> None:
     async def run() -> None:
-        requests = [echo(name, "slow " * 100) for name in "abcd"]
+        requests = [echo(name, "slow " * 4000, 30_000) for name in "abcd"]
         ticket = replica.submit(requests)
         async for _ in ticket:
-            await asyncio.to_thread(wait_until, lambda: replica.snapshot().running == engine.max_running)
-            snapshot = replica.snapshot()
-            assert snapshot.waiting == 2
-            assert snapshot.waiting_tokens == sum(len(request.prompt_ids) for request in requests[2:])
+            await asyncio.to_thread(wait_until, two_and_two)
+            assert replica.snapshot().waiting_tokens == sum(len(request.prompt_ids) for request in requests[2:])
             break
         ticket.close()
+
+    def two_and_two() -> bool:
+        snapshot = replica.snapshot()
+        return (snapshot.running, snapshot.waiting) == (engine.max_running, 2)
 
     asyncio.run(run())
     wait_until(lambda: replica.snapshot().running == replica.snapshot().waiting == 0)

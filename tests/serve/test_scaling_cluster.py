@@ -24,11 +24,12 @@ import httpx2
 import pytest
 import yaml
 from fakes import wait_until
-from models import RAY_VARIABLES, ROOT, free_port, save_random_checkpoint
+from models import ROOT, save_random_checkpoint
 from test_metrics import samples
 
 from lilicorr.tiny import tiny_target_folder
 from pipelines import local
+from ray_variables import RAY_VARIABLES
 from serve_app.dashboard import Dashboard
 from serve_app.scale import scaling_of, wait_until_scaled
 
@@ -85,7 +86,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     try:
         variables = local.environment(folder / ".ray")
         dashboard = Dashboard(head["dashboard"], Path(variables["RAY_AUTH_TOKEN_PATH"]).read_text())
-        port = free_port()
+        port = local.free_port(set())
         args = {"checkpoint": str(folder / "checkpoint"), "target": str(target), "admin_key_file": str(folder / "key")}
         args |= {"target_dtype": "float32", "model_name": "tiny", "max_model_len": 600, "gpus": 0, "cpus": 0.5}
         args |= {"engine": {"max_running": 1, "num_pages": 40}}

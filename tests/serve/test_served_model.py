@@ -219,6 +219,7 @@ def test_answers_fit_the_page_pool(served: Served) -> None:
     response = httpx2.post(
         served.url + COMPLETIONS,
         json={"model": "tiny", "prompt": "a", "max_tokens": served.model.max_model_len, "ignore_eos": True},
+        timeout=250,
     )
     assert response.status_code == 400 and str(served.model.max_model_len) in response.json()["error"]["message"]
 

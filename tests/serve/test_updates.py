@@ -18,7 +18,7 @@ from test_metrics import samples
 
 from serve_app.controller import Controller
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 REPLICA = {"engine": {"max_running": STREAMS}, "num_replicas": 2}
 
 
