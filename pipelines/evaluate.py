@@ -42,6 +42,7 @@ from lilicorr.target import Target, default_layer_ids, load_target
 from pipelines import local
 from pipelines.errors import sent_home
 from pipelines.inputs import HELD_OUT, set_entries
+from pipelines.resources import check_resources
 from pipelines.stage import VERSIONS
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def measure_on_cluster(config: PipelineConfig, num_gpus: float) -> dict[str, Any
     import ray
 
     resources = {"CPU": 1.0} | ({"GPU": num_gpus} if num_gpus else {})
-    local.check_resources(1, "evaluation", resources, "train.gpus_per_worker")
+    check_resources(1, "evaluation", resources, "train.gpus_per_worker")
     logger.info("one task with %s", resources)
     task = ray.remote(num_cpus=1, num_gpus=num_gpus)(measure_in_task)
     return ray.get(task.remote(to_dict(config), sys.argv))

@@ -170,24 +170,6 @@ def temporary_folder() -> str:
     return tempfile.mkdtemp(prefix="lilicorr-", dir=default if short else "/tmp")
 
 
-def check_resources(count: int, what: str, each: dict[str, float], options: str) -> None:
-    """Raise ValueError where the cluster, grown as far as its autoscaler may, has less than `count` times `each`.
-
-    `what` is counted and `options` are the config keys to lower, for the message.
-    """
-    import ray
-    from ray._private.state import state
-
-    now, grown = ray.cluster_resources(), state.get_max_resources_from_cluster_config() or {}
-    for name, amount in each.items():
-        wanted, most = count * amount, max(now.get(name, 0.0), grown.get(name, 0.0))
-        if wanted > most:
-            raise ValueError(
-                f"{count} {what} of {amount:g} {name} each need {wanted:g} {name}, the cluster has {most:g}; "
-                f"lower {options}, or add nodes"
-            )
-
-
 def owns_instance() -> bool:
     """Whether this process is connected to an own Ray instance, which ends with it."""
     ray = sys.modules.get("ray")

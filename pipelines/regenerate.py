@@ -36,6 +36,7 @@ from pipelines import local, shards, stage
 from pipelines.attempts import Attempt, begin
 from pipelines.errors import one_line_errors, sent_home
 from pipelines.inputs import engine_label
+from pipelines.resources import check_resources
 from pipelines.shard_queue import RemoteQueue, ShardQueue
 from pipelines.shards import Plan, Run, Shard
 from pipelines.tally import Progress, Tally, describe
@@ -159,7 +160,7 @@ def run_on_ray(work: Work) -> None:
     num_actors = min(settings.num_actors, len(work.shards))
     each = {"CPU": settings.cpus_per_actor, "GPU": settings.gpus_per_actor}
     options = ", ".join(f"regenerate.{key}" for key in ("num_actors", "cpus_per_actor", "gpus_per_actor"))
-    local.check_resources(num_actors, "actors", each, options)
+    check_resources(num_actors, "actors", each, options)
     work.attempts.mkdir(parents=True)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     queue = ray.remote(ShardQueue).options(num_cpus=0, scheduling_strategy=here).remote(len(work.shards))

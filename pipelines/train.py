@@ -46,6 +46,7 @@ from lilicorr.training import Trainer, num_steps, run_fingerprint, start_drafter
 from pipelines import local
 from pipelines.errors import sent_home
 from pipelines.probe import measure_tau, probe_prompts
+from pipelines.resources import check_resources
 from pipelines.runs import TRAINING_SET, check_runs
 from pipelines.shards import verified_shards
 from pipelines.stage import VERSIONS
@@ -55,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 FEATURES = ".features"  # hidden, so no part of the stage's outputs
 REPLACED = ".replaced"  # runs whose config has changed; hidden, so no part of the stage's outputs
+
+NODE_WAIT_S = 1800  # for an autoscaler to start nodes; Ray Train's own minute ends before a GPU node is there
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -194,7 +197,8 @@ def fit(job: Job) -> None:
 
     config = job.config.train
     resources = {"CPU": 1.0} | ({"GPU": config.gpus_per_worker} if config.gpus_per_worker else {})
-    local.check_resources(config.num_workers, "workers", resources, "train.num_workers or train.gpus_per_worker")
+    check_resources(config.num_workers, "workers", resources, "train.num_workers or train.gpus_per_worker")
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(NODE_WAIT_S))  # Ray hands it to its controller
     trainer = TorchTrainer(
         worker_loop,
         train_loop_config={"config": to_dict(job.config), "name": job.name, "identity": job.identity},

@@ -15,6 +15,8 @@ from typing import Any
 import jsonschema
 import yaml
 
+from pipelines.resources import MAXIMUM_VARIABLE
+
 ROOT = Path(__file__).parents[1]
 SHARED = "/shared"  # run directories, caches and checkpoints: on every pod
 CODE = "/opt/lilicorr"  # the repository in the image, see deploy/Dockerfile
@@ -150,8 +152,10 @@ def check(manifest: Json) -> None:
     spec = manifest["spec"]
     if kind == "RayCluster":
         check_cluster(spec)
+        check_maximum(spec)
     elif kind == "RayJob":
         check_cluster(spec["rayClusterSpec"])
+        check_maximum(spec["rayClusterSpec"])
         check_job(spec)
     else:
         check_cluster(spec["rayClusterConfig"])
@@ -175,6 +179,20 @@ def check_cluster(spec: Json) -> None:
         raise ValueError(f"head and workers have different images: {', '.join(sorted(images))}")
     for name, pod in containers.items():
         _check_pod(name, pod)
+
+
+def check_maximum(spec: Json) -> None:
+    """The head of a cluster for jobs is told what all workers have together, by which a job knows what to wait for."""
+    most = {"CPU": 0, "GPU": 0}
+    for group in spec["workerGroupSpecs"]:
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        most["CPU"] += group["maxReplicas"] * int(limits["cpu"])
+        most["GPU"] += group["maxReplicas"] * int(limits.get("nvidia.com/gpu", "0"))
+    wanted = ",".join(f"{name}={amount}" for name, amount in most.items())
+    head = spec["headGroupSpec"]["template"]["spec"]["containers"][0]
+    given = {entry["name"]: entry.get("value") for entry in head.get("env", [])}.get(MAXIMUM_VARIABLE)
+    if given != wanted:
+        raise ValueError(f"head: {MAXIMUM_VARIABLE} is {given}, the workers come to {wanted}")
 
 
 def _check_pod(name: str, pod: Json) -> None:

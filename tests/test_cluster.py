@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shlex
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from pipelines.resources import MAXIMUM_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 CPUS = {"p5.48xlarge": 192, "a3-highgpu-8g": 208}  # of the machines with 8 H100
@@ -28,8 +31,21 @@ def check(config: dict[str, Any]) -> None:
     util.validate_config(util.prepare_config(copy.deepcopy(config)))
 
 
+def check_maximum(config: dict[str, Any]) -> None:
+    """The head is told what all workers have together, by which a stage knows what to wait for."""
+    types = [one for name, one in config["available_node_types"].items() if name != config["head_node_type"]]
+    names = sorted({resource for one in types for resource in one["resources"]})
+    most = {name: sum(one["max_workers"] * one["resources"].get(name, 0) for one in types) for name in names}
+    wanted = f"{MAXIMUM_VARIABLE}={','.join(f'{name}={amount}' for name, amount in most.items())}"
+    start = next(command for command in config["head_start_ray_commands"] if "--head" in command)
+    given = next((word for word in shlex.split(start) if word.startswith(MAXIMUM_VARIABLE)), "nothing")
+    if given != wanted:
+        raise ValueError(f"the workers come to {wanted}, the head is told {given}")
+
+
 def test_the_file_is_valid(cluster: dict[str, Any]) -> None:
     check(cluster)
+    check_maximum(cluster)
 
 
 def unknown_key(config: dict[str, Any]) -> None:
@@ -73,6 +89,37 @@ def test_a_mistake_is_refused(cluster: dict[str, Any], mistake: Callable[[dict[s
         check(cluster)
 
 
+def one_node_more(config: dict[str, Any]) -> None:
+    config["max_workers"] = config["available_node_types"]["h100"]["max_workers"] = 5
+
+
+def smaller_nodes(config: dict[str, Any]) -> None:
+    config["available_node_types"]["h100"]["resources"]["GPU"] = 4
+
+
+def head_not_told(config: dict[str, Any]) -> None:
+    config["head_start_ray_commands"] = [
+        re.sub(rf"{MAXIMUM_VARIABLE}=\S+ ", "", command) for command in config["head_start_ray_commands"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (one_node_more, r"GPU=40, the head is told LILICORR_MAX_RESOURCES=CPU=\d+,GPU=32$"),
+        (smaller_nodes, r"GPU=16, the head is told LILICORR_MAX_RESOURCES=CPU=\d+,GPU=32$"),
+        (head_not_told, r"GPU=32, the head is told nothing$"),
+    ],
+)
+def test_another_maximum_than_the_workers_is_refused(
+    cluster: dict[str, Any], mistake: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    mistake(cluster)
+    check(cluster)  # Ray has nothing against it
+    with pytest.raises(ValueError, match=message):
+        check_maximum(cluster)
+
+
 def test_no_work_on_the_head_and_whole_h100_nodes(cluster: dict[str, Any]) -> None:
     types = cluster["available_node_types"]
     assert types[cluster["head_node_type"]]["resources"] == {"CPU": 0}
@@ -100,7 +147,7 @@ def test_the_dashboard_is_private_and_every_ray_command_uses_the_token(cluster: 
 
 
 def test_the_same_versions_on_every_cloud() -> None:
-    """What is installed, how Ray is started and what is copied depends on the cloud in its client library only."""
+    """What is installed, started and copied depends on the cloud in its client library and its machines' CPUs only."""
     aws, gcp = (
         yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
         for name in ("cluster.yaml", "deploy/cluster.gcp.yaml")
@@ -114,8 +161,10 @@ def test_the_same_versions_on_every_cloud() -> None:
         "rsync_filter",
         "setup_commands",
     )
-    for key in (*same, "head_start_ray_commands", "worker_start_ray_commands"):
+    for key in (*same, "worker_start_ray_commands"):
         assert aws[key] == gcp[key], key
+    starts = [re.sub(r"CPU=\d+", "", " ".join(file["head_start_ray_commands"])) for file in (aws, gcp)]
+    assert starts[0] == starts[1]
 
 
 def test_vllm_is_one_version_everywhere(cluster: dict[str, Any]) -> None:

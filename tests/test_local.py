@@ -325,17 +325,3 @@ def test_the_demo_refuses_options_before_it_starts_a_head(tmp_path: Path, option
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1 and done.stderr.startswith(f"error: {problem}"), done.stderr
     assert done.stdout == "" and list(tmp_path.iterdir()) == []
-
-
-def test_a_cluster_that_is_too_small_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = pytest.importorskip("ray")
-    state = pytest.importorskip("ray._private.state").state
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
-    monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: None)
-    local.check_resources(4, "workers", {"CPU": 1.0}, "train.num_workers")
-    with pytest.raises(ValueError, match=r"5 workers of 1 CPU each need 5 CPU, the cluster has 4; lower train\.num_w"):
-        local.check_resources(5, "workers", {"CPU": 1.0}, "train.num_workers")
-    with pytest.raises(ValueError, match=r"4 actors of 0\.5 GPU each need 2 GPU, the cluster has 0"):
-        local.check_resources(4, "actors", {"CPU": 1.0, "GPU": 0.5}, "regenerate.num_actors")
-    monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: {"CPU": 64, "GPU": 8})
-    local.check_resources(8, "workers", {"CPU": 1.0, "GPU": 1.0}, "train.num_workers")  # the autoscaler will add nodes

@@ -13,6 +13,7 @@ pytest.importorskip("ray")
 
 from lilicorr.provenance import COMMIT_VARIABLE
 from manifests import CODE, ROOT, check
+from pipelines.resources import MAXIMUM_VARIABLE
 
 FOLDER = ROOT / "deploy"
 NAMES = ("raycluster", "rayjob", "rayservice")
@@ -89,6 +90,37 @@ def work_on_the_head(manifest: dict[str, Any]) -> None:
     ],
 )
 def test_a_mistake_in_the_cluster_is_refused(
+    name: str, mistake: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    manifest = read(name)
+    mistake(manifest)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(manifest)
+
+
+def one_pod_more(manifest: dict[str, Any]) -> None:
+    workers_of(manifest)["maxReplicas"] = 5
+
+
+def fewer_cpus(manifest: dict[str, Any]) -> None:
+    workers_of(manifest)["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"] = "96"
+
+
+def head_not_told(manifest: dict[str, Any]) -> None:
+    head = cluster_of(manifest)["headGroupSpec"]["template"]["spec"]["containers"][0]
+    head["env"] = [entry for entry in head["env"] if entry["name"] != MAXIMUM_VARIABLE]
+
+
+@pytest.mark.parametrize("name", ["raycluster", "rayjob"])
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (one_pod_more, "LILICORR_MAX_RESOURCES is CPU=704,GPU=32, the workers come to CPU=880,GPU=40"),
+        (fewer_cpus, "LILICORR_MAX_RESOURCES is CPU=704,GPU=32, the workers come to CPU=384,GPU=32"),
+        (head_not_told, "LILICORR_MAX_RESOURCES is None, the workers come to CPU=704,GPU=32"),
+    ],
+)
+def test_another_maximum_than_the_workers_is_refused(
     name: str, mistake: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     manifest = read(name)

@@ -1,0 +1,42 @@
+"""Whether a stage can ever have what it asks Ray for, on a cluster that may still have to grow.
+
+Place in the flow: `regenerate`, `train` and `evaluate` ask before they start anything; what fits waits for its nodes.
+"""
+
+from __future__ import annotations
+
+import os
+
+MAXIMUM_VARIABLE = "LILICORR_MAX_RESOURCES"  # CPU=768,GPU=32: of all nodes an autoscaler may have; set on the head
+
+
+def check_resources(count: int, what: str, each: dict[str, float], options: str) -> None:
+    """Raise ValueError where the cluster, grown as far as its autoscaler may, has less than `count` times `each`.
+
+    Ray 2.60's own autoscalers tell nobody how far they may go, so the cluster's file says it in MAXIMUM_VARIABLE;
+    what a platform has reported to Ray itself counts as well. `what` is counted and `options` are the config keys to
+    lower, for the message.
+    """
+    import ray
+    from ray._private.state import state
+
+    reported = state.get_max_resources_from_cluster_config() or {}
+    known = (ray.cluster_resources(), reported, declared_maximum())
+    for name, amount in each.items():
+        wanted, most = count * amount, max(resources.get(name, 0.0) for resources in known)
+        if wanted > most:
+            raise ValueError(
+                f"{count} {what} of {amount:g} {name} each need {wanted:g} {name}, the cluster has {most:g}; lower "
+                f"{options}, add nodes, or give {MAXIMUM_VARIABLE} on the head what its autoscaler may have"
+            )
+
+
+def declared_maximum() -> dict[str, float]:
+    """MAXIMUM_VARIABLE by resource, nothing where it is not set. Raises ValueError for a text that is none."""
+    text = os.environ.get(MAXIMUM_VARIABLE, "")
+    if not text:
+        return {}
+    try:
+        return {name: float(amount) for name, amount in (part.split("=") for part in text.split(","))}
+    except ValueError as error:
+        raise ValueError(f"{MAXIMUM_VARIABLE} must be like CPU=768,GPU=32, got {text!r}") from error
