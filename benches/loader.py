@@ -4,7 +4,7 @@
 
 Makes a training set of random tokens with the lengths of the paper's corpus (a mean near 1,000 tokens, cut at 3,072),
 opens it as the trainer does, and draws steps of 64 rows from it in one process: from the step's number to micro-batches
-with their anchors (`training.deal_rows`, `TrainingSet.batch`, `choose_anchors`), everything in front of the target. One
+with their anchors (`deal.deal_rows`, `TrainingSet.batch`, `choose_anchors`), everything in front of the target. One
 process draws the whole batch here; in training every worker draws its share of it.
 
     cold    the files were put out of the page cache before, as far as the system does that when asked
@@ -34,7 +34,7 @@ from benches.timing import RowFile
 from lilicorr.anchors import choose_anchors
 from lilicorr.config import TrainConfig
 from lilicorr.corpus import FORMAT, Sampler, TrainingSet
-from lilicorr.training import deal_rows
+from lilicorr.deal import deal_rows, row_costs
 
 GPU_HOURS = {"8b lilicorr": 718.0, "4b dflash": 358.0}  # six epochs by `--estimate`, docs/scale.md
 EPOCHS, NUM_GPUS, ASKED = 6, 8, 20
@@ -91,7 +91,8 @@ def loader_rates(training_set: TrainingSet, config: TrainConfig, steps: int = ST
     began = time.monotonic()
     for step in range(min(steps, sampler.steps_per_epoch)):
         epoch, rows = sampler.rows(step)
-        for sample_ids, _ in deal_rows(rows, training_set.lengths, config.micro_batch_size):
+        costs = row_costs(training_set, rows, config.max_anchors)
+        for sample_ids, _ in deal_rows(rows, costs, config.micro_batch_size):
             batch = training_set.batch(sample_ids)
             choose_anchors(batch, config.seed, epoch, config.max_anchors)
             num_rows, num_tokens = num_rows + len(sample_ids), num_tokens + int(batch.lengths.sum())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import json
 import types
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lilicorr.values import above, at_least, parse_yaml, unknown_profile
+from lilicorr.values import above, at_least, at_most, parse_yaml, unknown_key, unknown_profile
 
 Config = TypeVar("Config")
 BUILT_IN = ("embedded", "random", "smollm2")  # targets that the package has or makes
@@ -193,17 +192,19 @@ class TrainConfig:
     trackers: tuple[str, ...] = ()  # beside metrics.jsonl: tensorboard, mlflow, wandb
     tracking_project: str = "lilicorr"  # MLflow's experiment, the project of Weights & Biases
     num_workers: int = 1
+    min_workers: int | None = None  # go on with as few while nodes are missing; None: only with num_workers
     gpus_per_worker: float = 1.0
     max_failures: int = 3  # -1: any number
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "batch_size", "micro_batch_size", "max_anchors", "chunk_blocks", "num_workers")
+        at_least(self, 1, "batch_size", "micro_batch_size", "max_anchors", "chunk_blocks", "num_workers", "min_workers")
         at_least(self, 1, "checkpoint_steps", "keep_checkpoints", "log_steps", "eval_steps")
         at_least(self, 2, "max_length")
         at_least(self, 0, "drafter_lr", "head_lr", "drafter_weight_decay", "head_weight_decay", "gpus_per_worker")
         at_least(self, 0, "seed")
         at_least(self, -1, "max_failures")
         above(self, 0, "max_grad_norm")
+        at_most(self, "min_workers", "num_workers")
 
 
 @dataclass(frozen=True)
@@ -323,8 +324,7 @@ def from_dict(kind: type[Config], values: dict[str, Any], where: str = "") -> Co
     hints = typing.get_type_hints(kind)
     for key in values:
         if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)
-            raise ValueError(f"unknown key {where}{key}; did you mean {where}{near[0]}?")
+            raise ValueError(unknown_key(key, hints, where))
     fields = {key: _convert(hints[key], value, f"{where}{key}") for key, value in values.items()}
     try:
         return kind(**fields)

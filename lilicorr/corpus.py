@@ -334,6 +334,11 @@ class TrainingSet:
             sample_ids=torch.tensor(list(sample_ids), dtype=torch.int64),
         )
 
+    def num_anchors(self, sample_ids: Sequence[int], most: int) -> np.ndarray:
+        """How many anchors each of the rows [R] has: its pairs of adjacent supervised tokens, at most `most`; int64."""
+        masks = (self.mask[self.offsets[row] : self.offsets[row + 1]] for row in sample_ids)
+        return np.array([min(most, int(np.count_nonzero(mask[:-1] & mask[1:]))) for mask in masks])
+
     def vocab_ids(self) -> Tensor:
         """The target ids that occur anywhere in the set, ascending, int64."""
         return torch.from_numpy(self.vocab.astype(np.int64))
@@ -378,19 +383,3 @@ class Sampler:
 @functools.lru_cache(maxsize=2)
 def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_rows)
-
-
-def split_rows(lengths: Sequence[int], num_workers: int) -> list[list[int]]:
-    """Deal a step's rows to the workers with nearly equal token counts; each share is in falling length.
-
-    Longest first, always to the worker with the fewest tokens so far. The shares are a partition of
-    `range(len(lengths))` for any number of workers; with more workers than rows some are empty. Slices of
-    a share hold rows of similar length, so a micro-batch has little padding.
-    """
-    shares: list[list[int]] = [[] for _ in range(num_workers)]
-    loads = [0] * num_workers
-    for index in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        worker = min(range(num_workers), key=lambda number: (loads[number], number))
-        shares[worker].append(index)
-        loads[worker] += int(lengths[index])
-    return shares

@@ -3,7 +3,7 @@
 Place in the flow: `pipelines/train.py` runs a `Trainer` in every worker; without torch.distributed it is a
 plain single-process trainer. One step is
 
-    sampler(step) -> rows, dealt to the ranks by length -> micro-batches
+    sampler(step) -> rows, dealt to the ranks by cost -> micro-batches
     target (no gradient) -> features -> draft model -> loss terms as sums and counts
     counts added over micro-batches and ranks -> backward of the global mean -> gradients added over ranks, once
     clip over everything -> AdamW in two groups
@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ from lilicorr.block_mask import choose_attention
 from lilicorr.blocks import LossTerm, TrainBatch
 from lilicorr.checkpoint import read_checkpoint
 from lilicorr.config import RunConfig, TrainConfig, fingerprint
-from lilicorr.corpus import Sampler, TrainingSet, split_rows
+from lilicorr.corpus import Sampler, TrainingSet
+from lilicorr.deal import deal_rows, row_costs
 from lilicorr.draft_model import DraftModel
 from lilicorr.features import FeatureSource
 from lilicorr.losses import total_loss
@@ -50,7 +50,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 PACE = (
     *("runs", "micro_batch_size", "chunk_blocks", "cache_features", "checkpoint_steps", "keep_checkpoints"),
     *("attention", "sharding"),
-    *("log_steps", "eval_steps", "num_workers", "gpus_per_worker", "max_failures", "trackers", "tracking_project"),
+    *("log_steps", "eval_steps", "num_workers", "min_workers", "gpus_per_worker", "max_failures"),
+    *("trackers", "tracking_project"),
 )
 
 ADDED = ("block_layout", "block_size")  # of a run, since runs were first trained: unset they leave its identity alone
@@ -116,24 +117,6 @@ def start_drafter(draft_model: DraftModel, folder: Path, target: Target) -> int:
     state = draft_model.drafter.state_dict()
     draft_model.drafter.load_state_dict({name: checkpoint.tensors[name] for name in state})
     return checkpoint.info.get("num_blocks") or 0
-
-
-def deal_rows(
-    rows: Sequence[int], lengths: Sequence[int], size: int, rank: int = 0, world: int = 1, even: bool = False
-) -> Iterator[tuple[list[int], bool]]:
-    """A rank's part of a step's rows, in micro-batches of `size`, and whether they count; `lengths` are of all rows.
-
-    A rank without rows does one for nothing, so that all ranks hold the same terms. With `even` all ranks have as many
-    micro-batches as the one with the most.
-    """
-    own_lengths = [int(lengths[row]) for row in rows]
-    shares = split_rows(own_lengths, world)
-    share = shares[rank]
-    wanted = max(math.ceil(len(one) / size) for one in shares) if even else 1
-    for _ in range(math.ceil(len(share) / size), wanted):
-        yield [rows[own_lengths.index(min(own_lengths))]], False
-    for start in range(0, len(share), size):
-        yield [rows[index] for index in share[start : start + size]], True
 
 
 class Trainer:
@@ -278,7 +261,8 @@ class Trainer:
         """The loss terms of this rank's micro-batches, and how many blocks and tokens they stand for."""
         parts: list[dict[str, LossTerm]] = []
         sizes = {"blocks": 0, "tokens": 0}
-        deal = (self.training_set.lengths, self.config.micro_batch_size, self.rank, self.world)
+        costs = row_costs(self.training_set, rows, self.config.max_anchors)
+        deal = (costs, self.config.micro_batch_size, self.rank, self.world)
         # all ranks gather the weights of sharded layers together
         micro_batches = list(deal_rows(rows, *deal, even=bool(self.layers)))
         for index, (sample_ids, counts) in enumerate(micro_batches):

@@ -6,6 +6,7 @@ Place in the flow: `lilicorr.config` asks here; everything else has the finished
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ def above(config: Any, low: float, name: str) -> None:
         raise ValueError(f"{name} must be above {low:g}, got {value}")
 
 
+def at_most(config: Any, name: str, other: str) -> None:
+    """Raise ValueError for a number of a config dataclass above another one of it; None passes."""
+    value, most = getattr(config, name), getattr(config, other)
+    if value is not None and value > most:
+        raise ValueError(f"{name} must be at most {other}, {most:g}, got {value}")
+
+
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text; ValueError in one line where it is none."""
     try:
@@ -35,6 +43,12 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         place = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
         raise ValueError(f"{where} is not YAML: {error.problem} in {place}") from error
+
+
+def unknown_key(key: Any, known: Iterable[str], where: str) -> str:
+    """What to say of a key below `where` that is none of the `known` ones."""
+    near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+    return f"unknown key {where}{key}; did you mean {where}{near[0]}?"
 
 
 def unknown_profile(path: Path, folder: Path, own: bool) -> str:

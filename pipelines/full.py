@@ -39,7 +39,8 @@ HEALTH_TIMEOUT_S = 5.0  # in a report, for which nobody waits longer
 Change = Callable[[PipelineConfig], PipelineConfig]
 REGENERATE_PACE = ("num_actors", "gpus_per_actor", "cpus_per_actor", "max_attempts")
 TRAIN_PACE = (
-    *("num_workers", "gpus_per_worker", "max_failures", "checkpoint_steps", "keep_checkpoints", "log_steps"),
+    *("num_workers", "min_workers", "gpus_per_worker", "max_failures"),
+    *("checkpoint_steps", "keep_checkpoints", "log_steps"),
     *("trackers", "tracking_project", "attention", "sharding"),
 )
 

@@ -43,7 +43,7 @@ def check_runs(config: PipelineConfig, described: dict[str, Any]) -> None:
         raise ValueError(f"train.drafter.init must be one of {', '.join(INITS)}, got {train.drafter.init!r}")
     check_precision(train)
     choose_attention(train.attention, torch.device("cuda" if train.gpus_per_worker > 0 else "cpu"))
-    check_sharding(train.sharding, train.num_workers)
+    check_sharding(train.sharding, train.min_workers or train.num_workers)
     check_trackers(train.trackers)
     default_layer_ids(described["num_layers"], train.drafter.num_captured_layers or train.drafter.num_layers)
     if not train.runs:

@@ -6,7 +6,7 @@ serving read), `result.json` and `metrics.jsonl`. A finished run is skipped; a k
 newest state in `train/<run>/checkpoints`, bit-equal on CPUs, with any number of workers.
 
     python pipelines/train.py --profile demo
-    python pipelines/train.py --profile paper_8b --set train.num_workers=32
+    python pipelines/train.py --profile paper_8b --set train.num_workers=32 --set train.min_workers=24
     python pipelines/train.py --profile paper_8b --estimate          # memory and hours, nothing is started
 
 Paper: section 4.1 and Table 4.
@@ -197,13 +197,17 @@ def fit(job: Job) -> None:
 
     config = job.config.train
     resources = {"CPU": 1.0} | ({"GPU": config.gpus_per_worker} if config.gpus_per_worker else {})
-    check_resources(config.num_workers, "workers", resources, "train.num_workers or train.gpus_per_worker")
+    fewest = config.min_workers or config.num_workers
+    counts = "train.num_workers" if config.min_workers is None else "train.min_workers"
+    check_resources(fewest, "workers", resources, f"{counts} or train.gpus_per_worker")
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(NODE_WAIT_S))  # Ray hands it to its controller
     trainer = TorchTrainer(
         worker_loop,
         train_loop_config={"config": to_dict(job.config), "name": job.name, "identity": job.identity},
         scaling_config=ray.train.ScalingConfig(
-            num_workers=config.num_workers, use_gpu=config.gpus_per_worker > 0, resources_per_worker=resources
+            num_workers=config.num_workers if config.min_workers is None else (fewest, config.num_workers),
+            use_gpu=config.gpus_per_worker > 0,
+            resources_per_worker=resources,
         ),
         run_config=ray.train.RunConfig(
             name=f"{job.name}-{job.identity}",
@@ -211,7 +215,8 @@ def fit(job: Job) -> None:
             failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
         ),
     )
-    logger.info("run %s: %d workers with %s each", job.name, config.num_workers, resources)
+    least = "" if config.min_workers is None else f"{fewest} to "
+    logger.info("run %s: %s%d workers with %s each", job.name, least, config.num_workers, resources)
     trainer.fit()
 
 
@@ -245,7 +250,7 @@ def train_run(job: Job, device: torch.device, report: Report) -> None:
         dist.barrier()  # nobody is still reading the states that rank 0 is about to prune
     log = open_log(job, trainer.done) if leads else None
     if log and state is not None:
-        log.write({"step": trainer.done, "resumed": True})
+        log.write({"step": trainer.done, "resumed": True, "workers": trainer.world})
     prompts = probe_prompts(job.config, target) if leads and config.eval_steps else []
     started, first = time.monotonic(), trainer.done
     while trainer.done < trainer.num_steps:

@@ -11,14 +11,15 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 class Nodes:
-    """A head without CPUs and three nodes of one, each a raylet of its own."""
+    """A head without CPUs and so many nodes of one, each a raylet of its own."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, count: int) -> None:
         from ray.cluster_utils import Cluster
 
         self.cluster = Cluster(
@@ -30,8 +31,16 @@ class Nodes:
                 "_system_config": {"health_check_period_ms": 1000, "health_check_failure_threshold": 5},
             },
         )
-        self.nodes = {node.node_id: node for node in (self.cluster.add_node(num_cpus=1) for _ in range(3))}
+        self.nodes: dict[str, Any] = {}
+        for _ in range(count):
+            self.add()
         self.cluster.wait_for_nodes()
+        self.cluster._shutdown_at_exit = False  # a node that comes later may come in a thread, which sets no signals
+
+    def add(self) -> None:
+        """One more node."""
+        node = self.cluster.add_node(num_cpus=1)
+        self.nodes[node.node_id] = node
 
     def lose(self, name: str | None = None) -> None:
         """End that node, or one that is at work, and everything on it, at once."""
@@ -40,16 +49,16 @@ class Nodes:
         if name is None:
             free = available_resources_per_node()
             name = next(one for one in self.nodes if not free[one].get("CPU"))
-        self.cluster.remove_node(self.nodes[name], allow_graceful=False)
+        self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
 
 
 @contextmanager
-def node_cluster() -> Iterator[Nodes]:
+def node_cluster(count: int = 3) -> Iterator[Nodes]:
     """Such a cluster, and this process connected to it."""
     import ray
 
     folder = tempfile.mkdtemp(prefix="lr-", dir="/tmp")
-    made = Nodes(folder)
+    made = Nodes(folder, count)
     ray.init(
         address=made.cluster.address,
         log_to_driver=False,

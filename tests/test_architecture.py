@@ -64,12 +64,13 @@ ALLOWED = {
     "engine.*": "blocks config decode draft_model engine.* kernels.* logprobs processing target verify",
     # training
     "corpus": "blocks chat config folder provenance",
+    "deal": "",
     "features": "blocks corpus target",
     "sharding": "draft_model",
     "state": "folder",
     "tracking": "provenance",
-    "training": "anchors block_mask blocks checkpoint.* config corpus draft_model features losses provenance "
-    "sharding state target",
+    "training": "anchors block_mask blocks checkpoint.* config corpus deal draft_model features losses "
+    "provenance sharding state target",
     "budget": "blocks config draft_model drafter losses target",
     # making answers, measuring
     "generator": "blocks chat config decode engine.* prompts target",

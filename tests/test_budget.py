@@ -12,6 +12,7 @@ from transformers import Qwen3Config
 
 from lilicorr.budget import PeakMemory, step_budget
 from lilicorr.config import DrafterConfig, RunConfig, TrainConfig, load_profile
+from lilicorr.deal import ANCHOR_COST
 from pipelines import estimate
 
 PROFILES = Path(__file__).parents[1] / "pipelines" / "profiles"
@@ -115,6 +116,17 @@ def test_the_corpus_is_stated_or_measured(tmp_path: Path) -> None:
     assert (found.num_rows, found.mean_length, found.mean_answer) == (4, 100.0, 25.0)
 
 
+def test_workers_wait_for_the_busiest_one() -> None:
+    """With as many workers as rows nothing can be balanced; with one there is nobody to wait for."""
+    config = load_profile("paper_8b", PROFILES).train
+    corpus = estimate.Corpus(1000, 1000.0, 750.0, "stated")
+    workers = (1, 8, 16, 32, 64)
+    shares = [estimate.busiest_share(replace(config, num_workers=count), corpus) for count in workers]
+    assert shares == pytest.approx([1.0, 1.01, 1.03, 1.15, 1.58], abs=0.02)
+    assert shares == sorted(shares)
+    assert [estimate.rows_per_worker(replace(config, num_workers=count)) for count in (32, 24, 64)] == [2, 3, 1]
+
+
 @pytest.mark.parametrize("source", estimate.PUBLIC)
 def test_the_public_targets_have_their_published_sizes(source: str, target_factory: Callable) -> None:
     config = estimate.target_config(replace(load_profile("paper_8b", PROFILES).target, source=source))
@@ -155,4 +167,7 @@ def test_the_paper_run_is_near_what_public_reports_lead_to(capsys: pytest.Captur
     )
     assert 34e9 * 0.8 < static < 36e9 * 1.2 and sum(parts.values()) < 80e9
     assert 93e12 * 0.8 < sum(found["operations"].values()) < 106e12 * 1.2
+    operations = found["operations"]
+    blocks = sum(operations.values()) - operations["target"]
+    assert (blocks / 512) / (operations["target"] / 1000) == pytest.approx(ANCHOR_COST, rel=0.05)
     assert found["steps"] == 130_992 and 500 * 0.8 < found["gpu_hours"] < 700 * 1.2

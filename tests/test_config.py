@@ -215,6 +215,8 @@ def test_a_value_that_does_not_fit(override: str, message: str) -> None:
         ("evaluate.seed=-1", "evaluate.seed must be at least 0, got -1"),
         ("evaluate.sampled_seeds=[42, -1]", "evaluate.sampled_seeds must be at least 0, got (42, -1)"),
         ("train.seed=-1", "train.seed must be at least 0, got -1"),
+        ("train.min_workers=0", "train.min_workers must be at least 1 or null, got 0"),
+        ("train.min_workers=2", "train.min_workers must be at most num_workers, 1, got 2"),
         ("deploy.port=70000", "deploy.port must be at most 65535, got 70000"),
     ],
 )

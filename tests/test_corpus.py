@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fake_shards import turn, write_shard
-from lilicorr.corpus import Sampler, TrainingSet, build_training_set, split_rows
+from lilicorr.anchors import choose_anchors
+from lilicorr.corpus import Sampler, TrainingSet, build_training_set
 
 
 def rows_of(folder: Path) -> list[tuple[list[int], list[bool]]]:
@@ -155,13 +156,15 @@ def test_the_sampler_is_keyed_by_seed_and_epoch_alone() -> None:
         Sampler(0, 4, seed=0)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 9])
-def test_shares_are_a_balanced_partition_in_falling_length(num_workers: int) -> None:
-    lengths = [5, 90, 33, 71, 20, 20, 64]
-    shares = split_rows(lengths, num_workers)
-    assert len(shares) == num_workers
-    assert sorted(row for share in shares for row in share) == list(range(len(lengths)))
-    for share in shares:
-        assert [lengths[row] for row in share] == sorted((lengths[row] for row in share), reverse=True)
-    loads = [sum(lengths[row] for row in share) for share in shares]
-    assert max(loads) <= sum(lengths) / num_workers + max(lengths) * (1 - 1 / num_workers)
+@pytest.mark.parametrize("layout", ["turn", "conversation"])
+def test_a_row_has_as_many_anchors_as_are_chosen_in_it(tmp_path: Path, layout: str) -> None:
+    """Of a conversation every answer that is supervised opens anew."""
+    first, second = [3] * 6, [4] * 9
+    turns = [turn("a", 0, [1, 2], first), turn("a", 1, [1, 2, *first, 8], second), turn("b", 0, [5] * 20, [6, 7])]
+    build_training_set([write_shard(tmp_path / "a.parquet", turns)], tmp_path / "set", 100, layout)
+    training_set = TrainingSet.open(tmp_path / "set")
+    rows = list(range(len(training_set)))[::-1]
+    for most in (7, 100):
+        _, keep = choose_anchors(training_set.batch(rows), 0, 0, most)
+        assert training_set.num_anchors(rows, most).tolist() == keep.sum(1).tolist()
+    assert training_set.num_anchors(rows, 100).tolist() == ([1, 8, 5] if layout == "turn" else [1, 13])

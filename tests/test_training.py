@@ -323,7 +323,7 @@ def test_epochs_and_precision(tmp_path: Path, tiny_target: Target) -> None:
 def test_the_fingerprint_ignores_how_a_run_is_carried_out(tmp_path: Path) -> None:
     training_set = make_set(tmp_path)
     same = replace(CONFIG, micro_batch_size=4, num_workers=8, log_steps=1, trackers=("wandb",), cache_features=True)
-    same = replace(same, attention="sdpa", sharding="fsdp2")
+    same = replace(same, attention="sdpa", sharding="fsdp2", min_workers=4)
     identity = run_fingerprint(CONFIG, RUN, training_set, "target")
     assert run_fingerprint(same, RUN, training_set, "target") == identity
     before = {key: value for key, value in asdict(RUN).items() if not key.startswith("block_")}

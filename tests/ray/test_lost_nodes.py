@@ -13,11 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import test_regenerate
+import torch
+from safetensors.torch import load_file
 from test_regenerate import change, expected, folder_of, found, make_slow
 from test_regenerate import config as corpus  # noqa: F401
 from training_runs import config as recipe  # noqa: F401
@@ -30,12 +33,20 @@ from lilicorr.provenance import sha256_tree
 from nodes import Nodes, node_cluster
 from pipelines import evaluate, regenerate, train
 
+STEPS, NEAR = 1200, 160  # of the run whose workers come and go, and of the one that is left alone
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
 def nodes(ray_environment: None) -> Iterator[Nodes]:
     with node_cluster() as made:
+        yield made
+
+
+@pytest.fixture
+def two_nodes(ray_environment: None) -> Iterator[Nodes]:
+    with node_cluster(2) as made:
         yield made
 
 
@@ -104,6 +115,53 @@ def test_training_goes_on_where_another_node_takes_over(nodes: Nodes, recipe: Pi
     assert sum(entry.get("resumed", False) for entry in log_of(recipe)) == 1
     ends = [sha256_tree(run.directory / "train" / "trunk" / "final") for run in (recipe, whole)]
     assert ends[0] == ends[1]
+
+
+def weights_after(config: PipelineConfig, step: int) -> dict[str, torch.Tensor]:
+    """Weights and moments of the run `trunk` in a state that it has left."""
+    folder = config.directory / "train" / "trunk" / "checkpoints" / f"step_{step}"
+    return load_file(folder / "state.safetensors")
+
+
+def test_training_goes_on_with_fewer_workers_and_with_more_again(
+    two_nodes: Nodes,
+    recipe: PipelineConfig,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two nodes one is lost and nobody replaces it for a while: every step is done once, on the same rows.
+
+    Its states are those of a run that was left alone: to the byte with as many workers, else nearly, until roundings
+    have grown.
+    """
+    import ray.train
+
+    elastic = partial(ray.train.ScalingConfig, elastic_resize_monitor_interval_s=5.0)
+    monkeypatch.setattr(ray.train, "ScalingConfig", elastic)
+    runs = {"trunk": replace(recipe.train.runs["trunk"], steps=STEPS, warmup_fraction=0.0)}
+    pace = {"checkpoint_steps": 20, "keep_checkpoints": STEPS, "log_steps": 20}
+    recipe = with_train(recipe, runs=runs, num_workers=2, min_workers=1, **pace)
+    whole = twin_of(recipe, "whole")
+    whole = with_train(whole, runs={"trunk": replace(runs["trunk"], steps=NEAR)}, min_workers=None)
+    train.run(whole)
+
+    states = recipe.directory / "train" / "trunk" / "checkpoints"
+    lost = once(lambda: len(list(states.glob("step_*"))) >= 2, two_nodes.lose)
+    back = once(lambda: lost.is_set() and any(entry.get("workers") == 1 for entry in log_of(recipe)), two_nodes.add)
+    result = train.run(recipe)
+    assert lost.is_set() and back.is_set() and result["runs"]["trunk"]["steps"] == STEPS
+    log = log_of(recipe)
+    assert [entry["step"] for entry in log if "loss" in entry] == list(range(20, STEPS + 1, 20))
+    resumed = [(entry["step"], entry["workers"]) for entry in log if "resumed" in entry]
+    assert [workers for _, workers in resumed] == [1, 2]
+    changed = resumed[0][0]
+    for step in range(20, NEAR, 20):
+        found, expected = weights_after(recipe, step), weights_after(whole, step)
+        for name, tensor in expected.items():
+            if step <= changed:
+                assert torch.equal(found[name], tensor), (step, name)
+            else:
+                assert torch.allclose(found[name], tensor, rtol=1e-3, atol=1e-5), (step, name)
+    assert changed + 40 < NEAR
 
 
 def leaving_loop(settings: dict[str, Any]) -> None:

@@ -284,3 +284,31 @@ def test_a_killed_worker_changes_nothing(
     monkeypatch.setattr(train, "fit", fit)
     assert train.run(alone)["runs"]["lilicorr"] == result
     assert sha256_tree(alone.directory / "train" / "lilicorr" / "final") == sha256_tree(folder / "final")
+
+
+@pytest.mark.parametrize(("least", "asked", "needed"), [(None, 3, 3), (2, (2, 3), 2)])
+def test_a_cluster_is_asked_for_as_many_workers_as_there_may_be(
+    config: PipelineConfig,
+    ray_environment: None,
+    monkeypatch: pytest.MonkeyPatch,
+    least: int | None,
+    asked: int | tuple[int, int],
+    needed: int,
+) -> None:
+    """And needs room for the fewest only."""
+    import ray.train.torch
+
+    seen: list[Any] = []
+
+    class Recorder:
+        def __init__(self, loop: Callable, scaling_config: ray.train.ScalingConfig, **_: Any) -> None:
+            seen.append(scaling_config.num_workers)
+
+        def fit(self) -> None:
+            seen.append("fit")
+
+    monkeypatch.setattr(train.local, "connect", lambda *_: None)
+    monkeypatch.setattr(train.local, "check_resources", lambda count, *_: seen.append(count))
+    monkeypatch.setattr(ray.train.torch, "TorchTrainer", Recorder)
+    train.fit(train.Job(with_train(config, num_workers=3, min_workers=least), "trunk", "identity"))
+    assert seen == [needed, asked, "fit"]

@@ -34,6 +34,7 @@ from pipelines import train
         ({"attention": "flex"}, "train.attention flex has a backward pass on CUDA only, the workers are on cpu"),
         ({"sharding": "zero"}, "train.sharding must be one of none, fsdp2, got 'zero'"),
         ({"sharding": "fsdp2"}, "train.sharding fsdp2 spreads layers over at least 2 workers, there is 1"),
+        ({"sharding": "fsdp2", "num_workers": 2, "min_workers": 1}, "at least 2 workers, there is 1"),
         ({"drafter": shape(num_heads=3)}, "train.runs.trunk: num_kv_heads must divide num_heads 3, got 2"),
         ({"drafter": shape(head_dim=-4)}, "train.runs.trunk: head_dim of a drafter must be at least 1, got -4"),
         ({"drafter": shape(num_candidates=0)}, "train.runs.trunk: num_candidates must be at least 1, got 0"),
