@@ -75,7 +75,7 @@ test-vllm: $(VLLM_VENV)/.installed-$(HASH)
 	$(VLLM_VENV)/bin/python -m pytest -s -m slow tests/test_vllm_engine.py $(ARGS)
 
 test-interop: $(INTEROP_VENV)/.installed-$(HASH)
-	LILICORR_RUNS="$(RUNS)" $(INTEROP_VENV)/bin/python -m pytest -s -m slow tests/interop $(ARGS)
+	TRITON_INTERPRET=1 LILICORR_RUNS="$(RUNS)" $(INTEROP_VENV)/bin/python -m pytest -s -m slow tests/interop $(ARGS)
 
 test-clients: $(CLIENTS_VENV)/.installed-$(HASH)
 	$(CLIENTS_VENV)/bin/python -m pytest -rs -m slow tests/serve/test_clients.py $(ARGS)

@@ -10,6 +10,7 @@ transformers returns the normalised state instead (method of DFlash; paper secti
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -307,6 +308,26 @@ def resolve_mask_token(config: TargetConfig, tokenizer: PreTrainedTokenizerBase,
         f"the target's {num_rows} embedding rows are all taken and its tokenizer has no mask token; "
         "set target.mask_token_id to an id that never occurs in text"
     )
+
+
+def names_of(
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None, revision: str | None
+) -> dict[str, str | None]:
+    """What tells a target from others of its sizes: revision, kind, hashes of tokenizer and chat template.
+
+    `revision` is what was asked for; where the hub has said which commit that is, the commit counts. None is unknown.
+    """
+    template = None if tokenizer is None or tokenizer.chat_template is None else tokenizer.get_chat_template()
+    return {
+        "revision": getattr(config, "_commit_hash", None) or revision,
+        "model_type": config.model_type,
+        "tokenizer_hash": None if tokenizer is None else _sha256(tokenizer.backend_tokenizer.to_str()),
+        "template_hash": None if template is None else _sha256(template),
+    }
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load_target(config: TargetConfig, device: str | torch.device = "cpu", layer_ids: tuple[int, ...] = ()) -> Target:

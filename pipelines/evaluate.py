@@ -124,7 +124,8 @@ def measure_systems(config: PipelineConfig, make_system: MakeSystem) -> dict[str
         def save(results: dict[str, Any]) -> None:
             sets = {name: values | {"data": facts[name]} for name, values in results["sets"].items()}
             record = provenance(replace(config, evaluate=settings))
-            write_json(path, {**results, "sets": sets, "provenance": record})
+            checkpoints = {system: identity[system] for system in models}
+            write_json(path, {**results, "sets": sets, "checkpoints": checkpoints, "provenance": record})
 
         previous = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         others = draft_models.keys() - models.keys()

@@ -9,7 +9,6 @@ Place in the flow: everything behind it reads `prepare/`: `target.json` (what th
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 from pathlib import Path
@@ -68,15 +67,14 @@ def describe_target(config: TargetConfig) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from lilicorr.chat import render_prompt
-    from lilicorr.target import model_config, resolve_mask_token, resolve_target
+    from lilicorr.target import model_config, names_of, resolve_mask_token, resolve_target
 
     name, model = resolve_target(config), model_config(config)
     tokenizer = AutoTokenizer.from_pretrained(name, revision=config.revision)
     probe = render_prompt(tokenizer, PROBE, config.template_kwargs)
     return {
         "source": None if config.path is not None else config.source,  # a folder may move, see files_hash
-        "revision": getattr(model, "_commit_hash", None) or config.revision,  # the commit that a branch's name means
-        "model_type": model.model_type,
+        **names_of(model, tokenizer, config.revision),
         "num_layers": model.num_hidden_layers,
         "hidden_size": model.hidden_size,
         "vocab": model.vocab_size,
@@ -84,14 +82,8 @@ def describe_target(config: TargetConfig) -> dict[str, Any]:
         "mask_token_id": resolve_mask_token(config, tokenizer, model.vocab_size),
         "eos_token_id": tokenizer.eos_token_id,
         "probe_tokens": len(probe),
-        "tokenizer_hash": _sha256(tokenizer.backend_tokenizer.to_str()),
-        "template_hash": _sha256(tokenizer.get_chat_template()),
         "files_hash": sha256_tree(name) if Path(name).is_dir() else None,
     }
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 if __name__ == "__main__":

@@ -11,14 +11,14 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from lilicorr.chat import render_prompt
-from lilicorr.checkpoint import captured_layers, check_fits, load_draft_model
+from lilicorr.checkpoint import captured_layers, check_fits, load_draft_model, mask_token
 from lilicorr.config import TargetConfig, YarnConfig, from_dict
 from lilicorr.decode import SamplingParams
 from lilicorr.engine.counters import Counters
@@ -71,7 +71,7 @@ class ServedModel:
 
 
 def check_weights(args: AppArgs) -> tuple[TargetConfig, tuple[int, ...]]:
-    """The target to load, and its layers that the draft model reads, without loading any weights.
+    """The target to load, with the draft model's mask token, and its layers that are read; loads no weights.
 
     Raises ValueError that names the field for a checkpoint that is none or was not made for the target.
     """
@@ -79,7 +79,7 @@ def check_weights(args: AppArgs) -> tuple[TargetConfig, tuple[int, ...]]:
     layer_ids = captured_layers(folder)
     config = TargetConfig(args.target, args.target_revision, args.target_dtype, args.mask_token_id)
     check_fits(folder, config)
-    return config, layer_ids
+    return replace(config, mask_token_id=mask_token(folder)), layer_ids
 
 
 def open_model(args: AppArgs) -> tuple[ServedModel, Engine]:

@@ -42,10 +42,10 @@ def serve_arguments(args: AppArgs) -> list[str]:
     target, _ = check_weights(args)
     folder = Path(args.checkpoint)
     checkpoint = read_checkpoint(folder)
-    wrong = problem(VLLM, checkpoint.description)
-    if wrong is not None:
-        raise ValueError(f"{folder} cannot be served by vLLM: {wrong}")
     if VLLM not in readers_of(folder, checkpoint):
+        wrong = problem(VLLM, checkpoint.description)
+        if wrong is not None:
+            raise ValueError(f"{folder} cannot be served by vLLM: {wrong}")
         raise ValueError(
             f"{folder} is not spelled as vLLM reads it: python -m lilicorr.checkpoint convert {folder} CONVERTED "
             f"--to {VLLM}, with --target {args.target} for a DSpark head"

@@ -58,7 +58,7 @@ ALLOWED = {
     "heads.base": "blocks config kernels.* losses verify",
     "heads.*": "blocks config heads.base kernels.* lattice losses verify",
     "draft_model": "anchors block_mask blocks config drafter heads losses target",
-    "checkpoint.*": "blocks checkpoint.* config draft_model drafter folder heads heads.base target",
+    "checkpoint.*": "blocks checkpoint.* config draft_model drafter folder heads heads.base provenance target",
     # decoding
     "decode": "blocks config draft_model logprobs processing target verify",
     "engine.*": "blocks config decode draft_model engine.* kernels.* logprobs processing target verify",

@@ -22,8 +22,10 @@ from lilicorr.checkpoint.card import model_card
 from lilicorr.checkpoint.format import NATIVE, SPECULATORS
 from lilicorr.checkpoint.hub import push_to_hub
 from lilicorr.config import TargetConfig
+from lilicorr.provenance import sha256_tree
 from lilicorr.target import Target
-from test_convert import command, make
+from test_checkpoint_command import command
+from test_convert import make
 
 INFO = {
     "target": {
@@ -89,8 +91,10 @@ def test_what_is_unknown_is_left_out_and_what_no_server_reads_is_said(target: Ta
     assert "base_model" not in folder and "# DFlash draft model for ./models/mine" in folder
     domino = card_of(target, "domino", "domino", {})
     assert "Not vLLM: vllm has no checkpoints of the head domino" in domino and "anchor-first" in domino
+    assert "--speculative-algorithm DFLASH --speculative-num-draft-tokens 5" in domino  # the block size, as it runs it
     dspark = card_of(target, NATIVE, "dspark", INFO)
-    assert '"method": "dspark"' in dspark and "--speculative-algorithm DSPARK" in dspark
+    assert '"method": "dspark"' in dspark
+    assert "--speculative-algorithm DSPARK --speculative-num-draft-tokens 6" in dspark  # with the bonus token
     thinking = card_of(target, NATIVE, "dspark", INFO | {"template_kwargs": {"enable_thinking": True}})
     assert "| reasoning | on: trained on answers with reasoning" in thinking
 
@@ -101,11 +105,13 @@ def test_what_is_unknown_is_left_out_and_what_no_server_reads_is_said(target: Ta
         (NATIVE, "lilicorr", []),
         ("vllm", "lilicorr", []),
         ("modelopt", "lilicorr", ["vllm", "sglang"]),
-        ("zlab", "argmax", ["vllm", "sglang"]),
+        ("zlab", "argmax", []),
+        ("zlab_old", "argmax", []),
         (NATIVE, "dspark", []),
         ("specforge_old", "dspark", ["vllm --target Qwen/Qwen3-8B", "sglang --target Qwen/Qwen3-8B"]),
         ("specforge_old", "domino", ["sglang"]),
-        (SPECULATORS, "argmax", ["vllm", "sglang"]),
+        (SPECULATORS, "argmax", ["sglang"]),
+        (SPECULATORS, "dspark", ["sglang --target Qwen/Qwen3-8B"]),
     ],
 )
 def test_the_card_gives_commands_that_take_its_folder(
@@ -119,8 +125,35 @@ def test_the_card_gives_commands_that_take_its_folder(
     commands = [line for line in lines if "vllm serve" in line or "sglang.launch_server" in line]
     assert len(commands) == (1 if head == "domino" else 2)
     for command_line in commands:
-        assert ("CONVERTED" in command_line) == bool(converted) != ("CHECKPOINT" in command_line)
+        server = "vllm" if "vllm serve" in command_line else "sglang"
+        copied = any(name.startswith(server) for name in converted)
+        assert ("CONVERTED" in command_line) == copied != ("CHECKPOINT" in command_line)
     assert "CHECKPOINT stands for this folder's absolute path." in lines
+
+
+def test_vllm_reads_a_draft_vocabulary_in_the_format_of_its_library(target: Target, tmp_path: Path) -> None:
+    part = make(target, SPECULATORS, "argmax", torch.arange(9))
+    write_checkpoint(tmp_path / "final", part, SPECULATORS)
+    card = (tmp_path / "final" / "README.md").read_text()
+    assert "vllm serve a/target --speculative-config" in card and "CONVERTED" not in card
+    assert "Not SGLang: sglang knows no draft vocabulary" in card
+
+
+def test_a_target_that_only_this_library_knows_is_a_folder_for_the_others(target: Target, tmp_path: Path) -> None:
+    card = card_of(target, NATIVE, "dspark", {"target": {"source": "embedded", "architectures": ["A"]}})
+    assert "target=embedded " in card and "resolve_target(TargetConfig('embedded'))" in card
+    assert "vllm serve TARGET " in card and "--model-path TARGET " in card
+    converted = card_of(target, "specforge", "dspark", {"target": "embedded"})
+    assert "--target embedded" in converted and "vllm serve TARGET " in converted
+    assert "TARGET stands" not in card_of(target, NATIVE, "dspark", INFO)
+    write_checkpoint(
+        tmp_path / "final", replace(make(target, SPECULATORS, "argmax"), info={"target": "random"}), SPECULATORS
+    )
+    assert json.loads((tmp_path / "final" / "config.json").read_text())["speculators_config"]["verifier"] == {
+        "name_or_path": None,
+        "architectures": [],
+    }
+    assert read_checkpoint(tmp_path / "final").info["target"] == "random"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +163,16 @@ def test_the_card_gives_commands_that_take_its_folder(
         ("{}", "results.json holds no evaluation: field systems is missing"),
         ('{"systems": [1]}', "field systems must be an object"),
         ('{"systems": {"lilicorr": {"aime": {}}}}', "field tau of lilicorr on aime is missing"),
+        (
+            '{"systems": {"lilicorr": {"aime": {"tau": "3"}}}}',
+            "field tau of lilicorr on aime must be a number, got '3'",
+        ),
+        (
+            '{"systems": {"lilicorr": {"aime": {"tau": 3, "tau_ci95": [1]}}}}',
+            "the interval of lilicorr on aime must be",
+        ),
+        ('{"systems": {"lilicorr": {}}, "checkpoints": {"lilicorr": "beef"}}', "is of another checkpoint than .*own"),
+        ('{"systems": {"lilicorr": {}}, "provenance": {"config": 5}}', "field config must be an object, got 5"),
         ("{", "results.json is not JSON"),
     ],
 )
@@ -175,6 +218,7 @@ def test_the_command_of_the_card_is_one_that_the_endpoint_takes(
     assert (program, run, builder) == ("serve", "run", "serve_app.app:build_app")
     args = AppArgs(**dict(argument.split("=", 1) for argument in arguments))
     assert args.checkpoint == "CHECKPOINT" and args.target == "Qwen/Qwen3-8B" and args.template_kwargs == kwargs
+    assert args.target_revision == "abc123"
     assert (args.target_dtype, args.gpus) == (("bfloat16", 1.0) if dtype == "bfloat16" else ("float32", 0.0))
 
 
@@ -183,13 +227,21 @@ def test_convert_puts_an_evaluation_into_the_card(target: Target, tmp_path: Path
     write_checkpoint(tmp_path / "own", replace(checkpoint, info=INFO))
     figures = {"tau": 3.17, "tau_ci95": [2.88, 3.49], "speedup": 1.12}
     results = {"systems": {"lilicorr": {"held_out": figures, "aime": {"tau": None}}}}
+    results |= {"checkpoints": {"lilicorr": sha256_tree(tmp_path / "own")}}
+    results |= {"provenance": {"config": {"evaluate": {"temperature": 0.0, "sampled_temperature": 0.6}}}}
     (tmp_path / "results.json").write_text(json.dumps(results))
+    (tmp_path / "sampled.json").write_text(json.dumps(results | {"seeds": [1, 2]}))
     more = ("--to", "vllm", "--results", tmp_path / "results.json")
     command("convert", tmp_path / "own", tmp_path / "vllm", *more)
     card = (tmp_path / "vllm" / "README.md").read_text()
-    assert "| held_out | 3.17 | 2.88 to 3.49 | 1.12 |" in card and "aime" not in card
+    assert "| held_out | 0 | 3.17 | 2.88 to 3.49 | 1.12 |" in card and "aime" not in card
     command("convert", tmp_path / "vllm", tmp_path / "back", "--to", "native")
-    assert "| held_out | 3.17 |" in (tmp_path / "back" / "README.md").read_text()
+    assert "| held_out | 0 | 3.17 |" in (tmp_path / "back" / "README.md").read_text()
+    sampled = (*more[:3], tmp_path / "sampled.json")
+    command("convert", tmp_path / "own", tmp_path / "sampled", *sampled)
+    assert "| held_out | 0.6 | 3.17 |" in (tmp_path / "sampled" / "README.md").read_text()
+    with pytest.raises(SystemExit, match="results.json is of another checkpoint than .*vllm: lilicorr was measured"):
+        command("convert", tmp_path / "vllm", tmp_path / "no", *more)
     with pytest.raises(SystemExit, match="has the systems lilicorr, not 'dflash'"):
         command("convert", tmp_path / "own", tmp_path / "no", *more, "--system", "dflash")
 

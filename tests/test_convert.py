@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,7 @@ from lilicorr.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from lilicorr.checkpoint.__main__ import inspect, main, weight_type
+from lilicorr.checkpoint.__main__ import inspect
 from lilicorr.checkpoint.description import describe_model
 from lilicorr.checkpoint.format import FORMATS, NATIVE, SPECULATORS, TABLES, formats_of, with_tables
 from lilicorr.checkpoint.store import decode, encode
@@ -240,14 +239,28 @@ def test_what_speculators_leave_out_is_a_default_of_qwen3(target: Target, tmp_pa
     assert_same(read_checkpoint(tmp_path / "small", target), small)
 
 
-def test_yarn_survives_every_format(target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "head"), CASES)
+def test_yarn_survives_every_format(target: Target, tmp_path: Path, form: str, head: str) -> None:
     yarn = YarnConfig(factor=4.0, original_max_position_embeddings=128, attention_factor=1.25)
-    plain = make(target, NATIVE, "argmax")
-    shape = dataclasses.replace(plain.description.shape, yarn=yarn)
+    plain = make(target, form, head)
+    shape = replace(plain.description.shape, yarn=yarn)
     stretched = replace(plain, description=replace(plain.description, shape=shape))
-    for form in ("zlab", "modelopt", SPECULATORS):
-        config, tensors = encode(stretched, form)
-        assert decode(tmp_path, config, tensors).description.shape.yarn == yarn
+    config, tensors = encode(stretched, form)
+    assert_same(decode(tmp_path, config, tensors), stretched)
+
+
+@pytest.mark.parametrize("form", [form for form, head in CASES if head == "dspark"])
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+@pytest.mark.parametrize("confidence", [True, False])
+def test_every_kind_of_dspark_comes_back(
+    target: Target, tmp_path: Path, form: str, kind: str, confidence: bool
+) -> None:
+    written = make(target, form, "dspark", markov_head_type=kind, enable_confidence_head=confidence)
+    config, tensors = encode(written, form)
+    assert any("confidence" in name for name in tensors) == confidence
+    found = decode(tmp_path, json.loads(json.dumps(config)), tensors, target)
+    assert_same(found, written)
+    assert found.description.head_config["markov_head_type"] == kind
 
 
 def test_weights_may_come_in_several_files(target: Target, tmp_path: Path) -> None:
@@ -282,60 +295,6 @@ def test_a_dflash_of_deepspec_is_a_dspark_of_rank_0(target: Target, tmp_path: Pa
     assert decode(tmp_path, config, tensors, target).description.spec.layout == IN_PLACE
 
 
-def command(*arguments: str | Path) -> None:
-    main([str(argument) for argument in arguments])
-
-
-def test_convert_and_inspect_on_the_command_line(
-    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written = make(target, NATIVE, "lilicorr")
-    write_checkpoint(tmp_path / "own", written)
-    command("convert", tmp_path / "own", tmp_path / "vllm", "--to", "vllm")
-    assert_same(read_checkpoint(tmp_path / "vllm"), written)
-    assert "layout" not in json.loads((tmp_path / "vllm" / "config.json").read_text())["dflash_config"]
-    command("convert", tmp_path / "vllm", tmp_path / "back", "--to", "native")
-    for path in (tmp_path / "own").iterdir():
-        assert path.read_bytes() == (tmp_path / "back" / path.name).read_bytes(), path.name
-
-    command("inspect", tmp_path / "own")
-    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert shown["head"].startswith("lilicorr") and "'logit_scale': 8.0" in shown["head"]
-    assert shown["blocks"] == "in_place, block size 5, drafted width 4"
-    command("inspect", tmp_path / "vllm")
-    lines = capsys.readouterr().out.splitlines()
-    assert next(line for line in lines if line.startswith("as it stands")).endswith("sglang, vllm, tensorrt_llm")
-    with pytest.raises(SystemExit, match="error: .*back exists"):
-        command("convert", tmp_path / "own", tmp_path / "back", "--to", "vllm")
-    with pytest.raises(SystemExit, match="error: zlab has no checkpoints of the head lilicorr"):
-        command("convert", tmp_path / "own", tmp_path / "zlab", "--to", "zlab")
-    with pytest.raises(SystemExit, match="error: .*nowhere is not a draft model: config.json is missing"):
-        command("inspect", tmp_path / "nowhere")
-
-
-def test_convert_takes_from_the_target_what_the_source_lacks(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lilicorr.checkpoint.__main__.load_target", lambda config: target)
-    specforge = make(target, "specforge", "dspark")
-    write_checkpoint(tmp_path / "specforge", specforge, "specforge")
-    with pytest.raises(SystemExit, match="deepspec holds copies of the target's tables"):
-        command("convert", tmp_path / "specforge", tmp_path / "no", "--to", "deepspec")
-    for form, message in (
-        ("gguf", "format must be one of native, .* got 'gguf'"),
-        ("zlab", "no checkpoints of the head"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            command("convert", tmp_path / "specforge", tmp_path / "no", "--to", form, "--target", "some/model")
-    command("convert", tmp_path / "specforge", tmp_path / "deepspec", "--to", "deepspec", "--target", "some/model")
-    assert_same(read_checkpoint(tmp_path / "deepspec", target), specforge)
-    assert torch.equal(load_file(tmp_path / "deepspec" / "model.safetensors")["lm_head.weight"], target.lm_head)
-    command("convert", tmp_path / "deepspec", tmp_path / "spec", "--to", "speculators", "--target", "some/model")
-    verifier = json.loads((tmp_path / "spec" / "config.json").read_text())["speculators_config"]["verifier"]
-    assert verifier["name_or_path"] == "some/model"
-    assert_same(read_checkpoint(tmp_path / "spec", target), specforge)
-
-
 @pytest.mark.parametrize(("form", "head"), CASES)
 def test_a_file_is_known_by_its_spelling(target: Target, tmp_path: Path, form: str, head: str) -> None:
     write_checkpoint(tmp_path / "final", make(target, form, head), form)
@@ -347,10 +306,32 @@ def test_a_file_is_known_by_its_spelling(target: Target, tmp_path: Path, form: s
         assert {"zlab", "zlab_old", "sglang", "vllm"} <= set(readers)
     if form == "specforge_old":
         assert readers == ["specforge_old"]
+    if (
+        form in ("zlab", "zlab_old", "specforge") and head == "argmax"
+    ):  # the block size stands in one place or the other
+        assert {"sglang", "vllm"} <= set(readers)
 
 
-@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
-def test_the_target_is_loaded_in_the_type_of_the_checkpoint(tmp_path: Path, name: str) -> None:
-    for fields, dtype in (({name: "bfloat16"}, "bfloat16"), ({name: "float16"}, "float16"), ({}, "float32")):
-        (tmp_path / "config.json").write_text(json.dumps(fields))
-        assert weight_type(tmp_path) == dtype
+@pytest.mark.parametrize(
+    ("head", "changes", "reads"),
+    [
+        ("argmax", {}, True),
+        ("argmax", {"sliding_window_non_causal": False}, False),
+        ("dspark", {"sliding_window_non_causal": False}, True),
+        ("argmax", {"sample_from_anchor": True}, False),
+        ("argmax", {"without": "hidden_act"}, False),
+    ],
+)
+def test_vllm_reads_speculators_where_it_drafts_as_trained(
+    target: Target, tmp_path: Path, head: str, changes: dict[str, Any], reads: bool
+) -> None:
+    write_checkpoint(tmp_path / "final", replace(make(target, SPECULATORS, head), info={}), SPECULATORS)
+    (tmp_path / "final" / "lilicorr.json").unlink()
+
+    def change(config: dict[str, Any]) -> None:
+        config["transformer_layer_config"].pop(changes.pop("without", None), None)
+        config |= changes
+
+    edit_config(tmp_path / "final", change)
+    readers = inspect(tmp_path / "final")["as it stands for"]
+    assert readers == ("speculators, vllm" if reads else "speculators")

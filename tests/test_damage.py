@@ -84,6 +84,16 @@ def weight_map(value: Any) -> Damage:
     return damage
 
 
+def noted(name: str, value: Any) -> Damage:
+    """A field of `lilicorr.json` with another value."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "lilicorr.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+
+    return damage
+
+
 LILICORR = [
     # fields that are missing
     (field("architectures"), "field architectures is missing"),
@@ -199,6 +209,16 @@ LILICORR = [
     (lambda folder: (folder / "config.json").write_text("[]"), "config.json must hold an object, found list"),
     (lambda folder: (folder / "config.json").write_bytes(b'{"block_size": "\xff"}'), "config.json is not JSON"),
     (lambda folder: (folder / "lilicorr.json").write_text('{"block": 5}'), "field block must be an object, got 5"),
+    (noted("target", 5), "lilicorr.json: field target must be an object, got 5"),
+    (noted("target", {"source": 5}), "field target.source must be a text, got 5"),
+    (noted("template_kwargs", "x"), "field template_kwargs must be an object, got 'x'"),
+    (noted("corpus", [1]), r"field corpus must be an object, got \[1\]"),
+    (noted("corpus", {"rows": "9"}), "field rows must be a number, got '9'"),
+    (noted("loss", "low"), "field loss must be a number, got 'low'"),
+    (noted("taus", [1]), r"field taus must be an object, got \[1\]"),
+    (noted("taus", {"aime": 3}), "field aime must be an object, got 3"),
+    (noted("taus", {"aime": {"tau": None}}), "field tau of aime is missing"),
+    (noted("taus", {"aime": {"tau": 3, "ci95": 4}}), "the interval of aime must be two numbers, got 4"),
     (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
     (weight_map(["a"]), "field weight_map must be an object"),
     (weight_map({"fc.weight": 1}), "weight_map must hold names of files"),

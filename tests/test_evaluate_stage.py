@@ -16,7 +16,7 @@ from lilicorr.checkpoint import save_draft_model
 from lilicorr.config import PipelineConfig, SystemConfig, TargetConfig, TrainConfig, from_dict
 from lilicorr.evaluate import SetRunner
 from lilicorr.prompts import Conversation, write_conversations
-from lilicorr.provenance import write_json
+from lilicorr.provenance import sha256_tree, write_json
 from lilicorr.tables import read_results
 from lilicorr.target import default_layer_ids, load_target
 from pipelines import evaluate as stage
@@ -88,7 +88,9 @@ def test_the_stage_evaluates_trained_runs(trained: PipelineConfig, monkeypatch: 
     config = trained
     summary = stage.measure(config)
     results = json.loads((config.directory / "evaluate" / "results.json").read_text())
-    assert results.keys() == {"systems", "sets", "provenance"}
+    assert results.keys() == {"systems", "sets", "checkpoints", "provenance"}
+    final = sha256_tree(config.directory / "train" / "ours" / "final")
+    assert results["checkpoints"] == {"lilicorr": final, "same drafter": final}
     assert list(results["systems"]) == ["autoregressive", "lilicorr", "same drafter"]
     assert results["systems"]["lilicorr"]["held_out"]["matches_autoregressive"] == 3
     assert results["sets"]["held_out"]["data"]["prompts"] == 3  # max_prompts limits benchmarks only

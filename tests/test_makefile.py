@@ -56,6 +56,11 @@ def test_a_wrong_or_half_made_environment_is_told_and_recovered_from(tmp_path: P
     assert make(tmp_path, target).returncode == 0
 
 
+def test_other_projects_kernels_are_interpreted_on_a_machine_with_a_gpu_too(tmp_path: Path) -> None:
+    lines = make(tmp_path, "-n", "test-interop").stdout.splitlines()
+    assert [line for line in lines if line.startswith("TRITON_INTERPRET=1 ") and "pytest" in line]
+
+
 def test_the_tables_are_the_pipelines_own(tmp_path: Path) -> None:
     """Where a profile's outputs lie is for the pipeline to know: PROFILE may be a path."""
     done = make(tmp_path, "-n", "tables", "PROFILE=mine.yaml", f"RUNS={tmp_path}/runs")

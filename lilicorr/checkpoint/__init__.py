@@ -1,13 +1,14 @@
 """Draft models on disk: `store` reads and writes them, `format` has the spellings of other projects in a table."""
 
 from lilicorr.checkpoint.fit import check_fits, readers_of, replacement_weights
+from lilicorr.checkpoint.info import read_info
 from lilicorr.checkpoint.store import (
     Checkpoint,
     captured_layers,
     checkpoint_tensors,
     load_draft_model,
+    mask_token,
     read_checkpoint,
-    read_info,
     save_draft_model,
     write_checkpoint,
     write_weights,
@@ -19,6 +20,7 @@ __all__ = [
     "check_fits",
     "checkpoint_tensors",
     "load_draft_model",
+    "mask_token",
     "read_checkpoint",
     "read_info",
     "readers_of",

@@ -22,16 +22,16 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from lilicorr.checkpoint.card import taus_of
-from lilicorr.checkpoint.description import target_of
+from lilicorr.checkpoint.description import CONFIG, target_of
 from lilicorr.checkpoint.field import read_json
 from lilicorr.checkpoint.fit import readers_of
 from lilicorr.checkpoint.format import FORMATS, NATIVE, SPECULATORS, TABLES, problem, with_tables
 from lilicorr.checkpoint.hub import push_to_hub
-from lilicorr.checkpoint.store import CONFIG, Checkpoint, read_checkpoint, write_checkpoint
+from lilicorr.checkpoint.info import taus_of
+from lilicorr.checkpoint.store import Checkpoint, mask_token, read_checkpoint, write_checkpoint
 from lilicorr.config import TARGET_DTYPES, TargetConfig
 from lilicorr.heads import HEADS
-from lilicorr.target import Target, load_target
+from lilicorr.target import Target, load_target, names_of
 
 
 def inspect(folder: Path, target: Target | None = None) -> dict[str, Any]:
@@ -70,14 +70,16 @@ def convert(
     form: str,
     target: Target | None = None,
     name: str | None = None,
+    revision: str | None = None,
     results: Path | None = None,
     system: str | None = None,
 ) -> None:
     """Write the checkpoint `source` in another format.
 
-    `target` gives what the source lacks, `name` is what the format calls it; `results` of an evaluation give the
-    card the acceptance lengths of `system`, by default the run's own. Raises ValueError for a destination that
-    exists, and as `read_checkpoint` and `write_checkpoint` do.
+    `target` gives what the source lacks; `name` and `revision` are what it was loaded by, and what the checkpoint
+    calls it from now on. `results` of an evaluation give the card the acceptance lengths of `system`, by default the
+    run's own. Raises ValueError for a destination that exists, and as `read_checkpoint`, `write_checkpoint` and
+    `taus_of` do.
     """
     if destination.exists():
         raise ValueError(f"{destination} exists: convert writes a folder of its own")
@@ -86,19 +88,28 @@ def convert(
     if wrong is not None:
         raise ValueError(wrong)
     if target is not None:
-        checkpoint = _with_target(checkpoint, form, target, name)
+        checkpoint = _with_target(checkpoint, form, target, name, revision)
     if results is not None:
-        taus = taus_of(results, system or str(checkpoint.info.get("run")))
+        taus = taus_of(results, system or str(checkpoint.info.get("run")), source)
         checkpoint = replace(checkpoint, info=checkpoint.info | {"taus": taus})
     write_checkpoint(destination, checkpoint, form)
 
 
-def _with_target(checkpoint: Checkpoint, form: str, target: Target, name: str | None) -> Checkpoint:
-    """The checkpoint with what the format takes from the target."""
+def _with_target(
+    checkpoint: Checkpoint, form: str, target: Target, name: str | None, revision: str | None
+) -> Checkpoint:
+    """The checkpoint with what the format takes from the target.
+
+    Under another name or revision than before, the revision and the hashes are the given target's too.
+    """
     info, tables = checkpoint.info, checkpoint.tables
     before = target_of(info)
-    known = {"source": name or before.get("source"), "architectures": getattr(target.config, "architectures", None)}
-    info = info | {"target": before | {key: value for key, value in known.items() if value}}
+    named = {"source": name or before.get("source"), "architectures": getattr(target.config, "architectures", None)}
+    if named["source"] == before.get("source") and revision in (None, before.get("revision")):
+        named = before | {key: value for key, value in named.items() if value}
+    else:
+        named |= names_of(target.config, target.tokenizer, revision)
+    info = info | {"target": named}
     if with_tables(form, checkpoint.description.head) or form == SPECULATORS:
         kind = checkpoint.tensors["fc.weight"].dtype
         tables = {
@@ -125,7 +136,6 @@ def _parser() -> argparse.ArgumentParser:
     for command in (shown, converted):
         command.add_argument("--target", help="folder or hub name of the model it was trained for, loaded whole")
         command.add_argument("--revision", help="of the target, on the hub")
-        command.add_argument("--mask-token-id", type=int, help="where the target's tokenizer does not settle it")
     return parser
 
 
@@ -138,15 +148,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         target = None
         if options.target is not None:
-            dtype = weight_type(options.folder if options.command == "inspect" else options.source)
-            config = TargetConfig(options.target, options.revision, dtype, options.mask_token_id)
+            folder = options.folder if options.command == "inspect" else options.source
+            config = TargetConfig(options.target, options.revision, weight_type(folder), mask_token(folder))
             target = load_target(config)
         if options.command == "inspect":
             for name, value in inspect(options.folder, target).items():
                 print(f"{name:<16} {value}")
         else:
-            paths, more = (options.source, options.destination), (options.results, options.system)
-            convert(*paths, options.to, target, options.target, *more)
+            named = (options.target, options.revision)
+            convert(options.source, options.destination, options.to, target, *named, options.results, options.system)
     except (ValueError, OSError, SafetensorError) as error:  # transformers' own are OSErrors, a full disk is either
         raise SystemExit(f"error: {error}") from error
 

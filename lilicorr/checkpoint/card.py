@@ -1,7 +1,7 @@
 """The model card of a checkpoint: what it is, what it was trained on, how to serve it.
 
 Place in the flow: `store` writes it as `README.md` into every checkpoint folder, from the description and the info
-that stand beside it; what is not known is left out. `taus` adds acceptance lengths from an evaluation.
+that stand beside it; what is not known is left out. `taus` in the info are acceptance lengths from an evaluation.
 
 Paper: section 4.1 (what was trained on what), Table 5 (the form of the table of acceptance lengths).
 """
@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from lilicorr.blocks import ANCHOR_FIRST
 from lilicorr.checkpoint.description import Description, target_of
-from lilicorr.checkpoint.field import object_at, read_json
-from lilicorr.checkpoint.format import VLLM, problem, speculative_config, with_tables
+from lilicorr.checkpoint.format import SGLANG, VLLM, problem, speculative_config, with_tables
+from lilicorr.config import BUILT_IN
 from lilicorr.heads import HEADS
 
 CARD = "README.md"
+TARGET = "TARGET"  # in a command: the target, where no name of it is known to every server
 METHODS = {"argmax": "DFlash", "domino": "Domino", "dspark": "DSpark", "lilicorr": "LiLiCorr"}
 LAYOUTS = {True: "anchor-first: every token of a block predicts the position behind its own", False: "in place"}
 REASONING = {
@@ -49,7 +49,7 @@ def model_card(description: Description, info: dict[str, Any], readers: Collecti
         parts += ["## Training", _table("figure", "value", training)]
     if info.get("taus"):
         parts += ["## Acceptance length", _taus(info["taus"])]
-    parts += ["## Serving", _serving(description, source or "TARGET", info, readers)]
+    parts += ["## Serving", _serving(description, info, readers)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -116,73 +116,62 @@ def _training(info: dict[str, Any]) -> dict[str, Any]:
 
 def _taus(taus: dict[str, Any]) -> str:
     """tau of every set with its interval, in tokens per verified block, the bonus token included."""
-    lines = ["| set | tau | 95 % interval | speed-up |", "|---|---|---|---|"]
+    lines = ["| set | temperature | tau | 95 % interval | speed-up |", "|---|---|---|---|---|"]
     for name, row in taus.items():
         interval = "" if row.get("ci95") is None else "{:.2f} to {:.2f}".format(*row["ci95"])
         speed = "" if row.get("speedup") is None else f"{row['speedup']:.2f}"
-        lines.append(f"| {name} | {row['tau']:.2f} | {interval} | {speed} |")
-    return "\n".join(["Greedy; tokens a verified block adds, the bonus token included.", "", *lines])
+        heat = "" if row.get("temperature") is None else f"{row['temperature']:g}"
+        lines.append(f"| {name} | {heat} | {row['tau']:.2f} | {interval} | {speed} |")
+    said = "Tokens that a verified block adds, the bonus token included; decoding is greedy at temperature 0."
+    return "\n".join([said, "", *lines])
 
 
-def _serving(description: Description, source: str, info: dict[str, Any], readers: Collection[str]) -> str:
+def _serving(description: Description, info: dict[str, Any], readers: Collection[str]) -> str:
     """The commands, for servers that can read this head; a server that needs another spelling gets a copy in it."""
-    kwargs = json.dumps(info.get("template_kwargs") or {})
+    target, kwargs = target_of(info), json.dumps(info.get("template_kwargs") or {})
+    source = target.get("source") or TARGET
+    model = TARGET if source in BUILT_IN else source  # a name that other projects know
     here = f"serve run serve_app.app:build_app checkpoint=CHECKPOINT target={source} 'template_kwargs={kwargs}'"
+    if target.get("revision"):
+        here += f" target_revision={target['revision']}"
     if description.dtype == "bfloat16":  # of a GPU; the application takes a CPU in fp32 unless told otherwise
         here += " target_dtype=bfloat16 gpus=1"
-    lines = [
-        "CHECKPOINT stands for this folder's absolute path.",
-        "",
-        "The library that trained it:",
-        "",
-        f"    {here}",
-        "",
-    ]
-    for server, name in (("vLLM", VLLM), ("SGLang", "sglang")):
+    lines = ["CHECKPOINT stands for this folder's absolute path.", ""]
+    if model == TARGET:
+        lines += [f"{TARGET} stands for the target's folder or its name on a model hub{_where(source)}.", ""]
+    lines += ["The library that trained it:", "", f"    {here}", ""]
+    for server, name in (("vLLM", VLLM), ("SGLang", SGLANG)):
         why = problem(name, description)
-        if why is not None:
-            lines += [f"Not {server}: {why}.", ""]
-        elif name in readers:
-            command = _command(name, source, "CHECKPOINT", description)
+        if name in readers:
+            command = _command(name, model, "CHECKPOINT", description)
             lines += [f"{server}, which also takes the name of this folder on a hub:", "", f"    {command}", ""]
+        elif why is not None:
+            lines += [f"Not {server}: {why}.", ""]
         else:
             tables = f" --target {source}" if with_tables(name, description.head) else ""
             convert = f"python -m lilicorr.checkpoint convert CHECKPOINT CONVERTED --to {name}{tables}"
-            command = _command(name, source, "CONVERTED", description)
+            command = _command(name, model, "CONVERTED", description)
             lines += [f"{server}, which reads a copy in its own spelling, CONVERTED:", ""]
             lines += [f"    {convert}", f"    {command}", ""]
     return "\n".join(lines).rstrip()
 
 
-def _command(server: str, source: str, checkpoint: str, description: Description) -> str:
-    """What starts a server with this draft model for the target `source`."""
+def _where(source: str) -> str:
+    """Where the folder of a target is that only this library knows by its name."""
+    if source not in BUILT_IN:
+        return ""
+    return f": `lilicorr.target.resolve_target(TargetConfig({source!r}))` returns the folder of `{source}`"
+
+
+def _command(server: str, model: str, checkpoint: str, description: Description) -> str:
+    """What starts a server with this draft model for the target `model`."""
     settings = speculative_config(description, checkpoint)
     if server == VLLM:
-        return f"vllm serve {source} --speculative-config '{json.dumps(settings)}'"
-    method, width = settings["method"].upper(), settings["num_speculative_tokens"]
+        return f"vllm serve {model} --speculative-config '{json.dumps(settings)}'"
+    # For a block, SGLang counts the tokens that it verifies of a DSpark draft, and those that it runs of any other.
+    spec, dspark = description.spec, description.head == "dspark"
     return (
-        f"python -m sglang.launch_server --model-path {source} --speculative-draft-model-path {checkpoint} "
-        f"--speculative-algorithm {method} --speculative-num-draft-tokens {width + 1}"
+        f"python -m sglang.launch_server --model-path {model} --speculative-draft-model-path {checkpoint} "
+        f"--speculative-algorithm {settings['method'].upper()} "
+        f"--speculative-num-draft-tokens {spec.num_slots + 1 if dspark else spec.block_size}"
     )
-
-
-def taus_of(results: Path, system: str) -> dict[str, Any]:
-    """The acceptance lengths of one system from `results.json` of an evaluation, by set.
-
-    Raises ValueError for a file that is not there or no evaluation's, and for a system that was not evaluated.
-    """
-    if not results.is_file():
-        raise ValueError(f"{results} is missing")
-    systems = object_at(results, read_json(results), "systems")
-    if not systems:
-        raise ValueError(f"{results} holds no evaluation: field systems is missing")
-    if system not in systems:
-        raise ValueError(f"{results} has the systems {', '.join(systems)}, not {system!r}")
-    taus = {}
-    for name in object_at(results, systems, system):
-        values = object_at(results, systems[system], name)
-        if "tau" not in values:
-            raise ValueError(f"{results}: field tau of {system} on {name} is missing")
-        if values["tau"] is not None:
-            taus[name] = {"tau": values["tau"], "ci95": values.get("tau_ci95"), "speedup": values.get("speedup")}
-    return taus

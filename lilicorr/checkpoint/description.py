@@ -23,6 +23,7 @@ from lilicorr.drafter import DrafterShape
 from lilicorr.heads import HEADS
 from lilicorr.target import rope_theta
 
+CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUT_SPELLINGS = ("shift_label", "sample_from_anchor")  # true for anchor-first, in other trainers' checkpoints
 

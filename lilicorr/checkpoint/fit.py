@@ -14,18 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lilicorr.checkpoint.description import Description, check_target, describe_model, target_of
+from lilicorr.checkpoint.description import CONFIG, Description, check_target, describe_model, target_of
 from lilicorr.checkpoint.field import read_json
 from lilicorr.checkpoint.format import spelled_as
-from lilicorr.checkpoint.store import (
-    CONFIG,
-    DRAFT_VOCAB,
-    INFO,
-    Checkpoint,
-    read_checkpoint,
-    read_fields,
-    read_tensors,
-)
+from lilicorr.checkpoint.info import INFO
+from lilicorr.checkpoint.store import DRAFT_VOCAB, Checkpoint, read_checkpoint, read_fields, read_tensors
 from lilicorr.config import TargetConfig, YarnConfig
 from lilicorr.draft_model import DraftModel
 from lilicorr.heads import HEADS

@@ -21,7 +21,7 @@ from lilicorr.checkpoint.description import Description, block_fields, layer_fie
 from lilicorr.heads import HEADS
 from lilicorr.heads.base import HeadFormat
 
-NATIVE, SPECULATORS, VLLM = "native", "speculators", "vllm"
+NATIVE, SPECULATORS, SGLANG, VLLM = "native", "speculators", "sglang", "vllm"
 # The target's own tables, which some formats hold a copy of -> attribute of the draft model and of the target
 TABLES = {"embed_tokens.weight": "embed", "lm_head.weight": "lm_head"}
 
@@ -61,7 +61,7 @@ SPECFORGE_DSPARK = Spelling("DSparkDraftModel", BOTH, (*OLDER, "shift_label"))
 FORMATS: dict[str, dict[str, Spelling]] = {
     "zlab": {"argmax": Spelling(allowed=ONLY_IN_PLACE)},
     "zlab_old": {"argmax": Spelling(at_top=BOTH, left_out=OLDER, allowed=ONLY_IN_PLACE)},
-    "sglang": {
+    SGLANG: {
         "argmax": Spelling(at_top=BOTH, allowed=ONLY_IN_PLACE),
         "domino": Spelling(at_top=DOMINO, allowed={"pure_draft_prefix_len": (1,)}),
         "dspark": DEEPSPEC,
@@ -190,7 +190,7 @@ def spelled_as(
     `own_names` are those of drafter and head in our spelling.
     """
     if speculator.TYPE in top:
-        return [SPECULATORS]
+        return [SPECULATORS, *([VLLM] if speculator.vllm_reads(top, description) else [])]
     found, head, stated = [], description.head, top.get("dflash_config") or {}
     for form in formats_of(head):
         if form == SPECULATORS or problem(form, description) is not None:
@@ -198,6 +198,8 @@ def spelled_as(
         tables = TABLES.keys() if with_tables(form, head) else set()
         fields = _own_fields(form, description, info)
         inside = fields.pop("dflash_config", {})
+        for key in fields.keys() & inside.keys() & set(BOTH):  # it was found in one of them
+            del fields[key], inside[key]
         if (
             names == set(their_names(form, head, own_names).values()) | tables
             and all(top.get(key) == value for key, value in fields.items())

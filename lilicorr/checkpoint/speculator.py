@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, Qwen3Config
 from lilicorr.blocks import ANCHOR_FIRST, IN_PLACE
 from lilicorr.checkpoint.description import Description, block_fields, layer_fields, target_of
 from lilicorr.checkpoint.field import Fields, object_at
+from lilicorr.config import BUILT_IN
 from lilicorr.heads import HEADS
 
 TYPE = "speculators_model_type"  # only such a config.json has it
@@ -53,7 +54,7 @@ def problem(description: Description) -> str | None:
 
 
 def encode_config(description: Description, info: dict[str, Any]) -> dict[str, Any]:
-    """`config.json` in this format; `info["target"]` names the target."""
+    """`config.json` in this format; `info["target"]` names the target, if others know it by that name."""
     kind, spec, shape = HEAD_TYPES[description.head], description.spec, description.shape
     block, layer, target = block_fields(description), layer_fields(description, info), target_of(info)
     draft = description.num_draft_ids
@@ -68,7 +69,7 @@ def encode_config(description: Description, info: dict[str, Any]) -> dict[str, A
         "aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in spec.target_layer_ids],
         "mask_token_id": spec.mask_token_id,
         "sample_from_anchor": spec.layout == ANCHOR_FIRST,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": True,  # of sliding windows, which are not here; vLLM takes it for every layer
         **({name: block[name] for name in DSPARK_FIELDS} if kind == "dspark" else {}),
         "tie_word_embeddings": False,
         "transformer_layer_config": layer,
@@ -77,7 +78,7 @@ def encode_config(description: Description, info: dict[str, Any]) -> dict[str, A
             "default_proposal_method": "greedy",
             "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
             "verifier": {
-                "name_or_path": target.get("source"),
+                "name_or_path": None if target.get("source") in BUILT_IN else target.get("source"),
                 "architectures": target.get("architectures") or [],
             },
         },
@@ -121,6 +122,19 @@ def decode_config(path: Path, top: dict[str, Any], num_target_layers: int | None
     architecture = HEADS["dspark" if kind == "dspark" else "argmax"].format.architecture
     outer = {"architectures": [architecture], "dflash_config": block, "num_target_layers": layers}
     return Fields(path, layer | outer)
+
+
+def vllm_reads(top: dict[str, Any], description: Description) -> bool:
+    """Whether vLLM drafts as trained with such a config.json as it stands.
+
+    It translates the format itself, puts no defaults in, and knows DFlash in place only. There a false
+    `sliding_window_non_causal`, which in the format is of sliding windows alone, makes the attention of every layer
+    causal (vLLM 0.33.0, `transformers_utils/configs/speculators/algos.py`).
+    """
+    if not top["transformer_layer_config"].keys() >= set(DEFAULTED):
+        return False
+    as_trained = description.spec.layout == IN_PLACE and top.get("sliding_window_non_causal", True)
+    return description.head == "dspark" or bool(as_trained)
 
 
 def _layer(stated: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from torch import Tensor
 from lilicorr.checkpoint import speculator
 from lilicorr.checkpoint.card import CARD, model_card
 from lilicorr.checkpoint.description import (
+    CONFIG,
     Description,
     check_target,
     describe,
@@ -49,6 +50,7 @@ from lilicorr.checkpoint.format import (
     their_names,
     with_tables,
 )
+from lilicorr.checkpoint.info import INFO, block_info, info_of
 from lilicorr.config import YarnConfig
 from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.folder import new_folder
@@ -58,8 +60,7 @@ from lilicorr.target import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 READ_DTYPES = DTYPES | {"float16": torch.float16}
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-INFO, DRAFT_VOCAB = "lilicorr.json", "draft_vocab.npy"
+WEIGHTS, INDEX, DRAFT_VOCAB = "model.safetensors", "model.safetensors.index.json", "draft_vocab.npy"
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,10 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, form: str = NATIVE) -
     config, tensors = encode(checkpoint, form)
     description, info = checkpoint.description, checkpoint.info
     readers = spelled_as(config, set(tensors), checkpoint.tensors, description, info)
-    spec = description.spec
-    block = {"block_size": spec.block_size, "layout": spec.layout, "drafted_width": spec.num_slots}
     with new_folder(Path(folder)) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
         _write(aside / CONFIG, config)
-        _write(aside / INFO, info | {"block": block})
+        _write(aside / INFO, info | {"block": block_info(description)})
         (aside / CARD).write_text(model_card(description, info, readers), encoding="utf-8")
         if checkpoint.vocab_ids is not None and form == NATIVE:
             np.save(aside / DRAFT_VOCAB, checkpoint.vocab_ids.numpy())
@@ -228,7 +227,7 @@ def decode(folder: Path, top: dict[str, Any], tensors: dict[str, Tensor], target
     description = replace(description, dtype=_check_tensors(path, tensors, spelled, description))
     for name, table in tables.items():
         _check_table(path, name, table, description, vocab_ids if foreign else None, target)
-    return Checkpoint(description, tensors, tables, vocab_ids, _read_info(folder, top, description))
+    return Checkpoint(description, tensors, tables, vocab_ids, info_of(folder, top, description))
 
 
 def read_fields(folder: Path, num_target_layers: int | None = None) -> tuple[Fields, Description, dict[str, Any]]:
@@ -240,7 +239,7 @@ def read_fields(folder: Path, num_target_layers: int | None = None) -> tuple[Fie
     top = read_json(folder / CONFIG)
     fields = _fields(folder, top, num_target_layers)
     description = describe(fields)
-    return fields, description, _read_info(folder, top, description)
+    return fields, description, info_of(folder, top, description)
 
 
 def captured_layers(folder: Path) -> tuple[int, ...]:
@@ -252,38 +251,19 @@ def captured_layers(folder: Path) -> tuple[int, ...]:
     return layer_ids_of(_fields(Path(folder), read_json(Path(folder) / CONFIG)))
 
 
+def mask_token(folder: Path) -> int:
+    """The token that a draft model in a folder of any format was trained to see in place of what it drafts.
+
+    It counts where the target's tokenizer does not settle one. Raises ValueError as `captured_layers`.
+    """
+    return _fields(Path(folder), read_json(Path(folder) / CONFIG)).get("mask_token_id")
+
+
 def _fields(folder: Path, top: dict[str, Any], num_target_layers: int | None = None) -> Fields:
     """The fields of `config.json` of any format, in our spelling."""
     if speculator.TYPE in top:
         return speculator.decode_config(folder / CONFIG, top, num_target_layers)
     return Fields(folder / CONFIG, top)
-
-
-def read_info(folder: Path) -> dict[str, Any]:
-    """The `target_info` a checkpoint was saved with, and how its blocks are cut."""
-    path = Path(folder) / INFO
-    if not path.is_file():
-        raise ValueError(f"{path} is missing")
-    return read_json(path)
-
-
-def _read_info(folder: Path, top: dict[str, Any], description: Description) -> dict[str, Any]:
-    """`lilicorr.json`, else what the other trainers' config.json says of the same things.
-
-    The block stands in both files, since nothing in a DFlash checkpoint's tensors would show another one.
-    """
-    if not (folder / INFO).is_file():
-        info = {name: top.get(name) for name in ("bos_token_id", "eos_token_id")}
-        info |= {"max_anchors": top["num_anchors"]} if top.get("num_anchors") else {}
-        return info | ({"target": speculator.target_name(folder / CONFIG, top)} if speculator.TYPE in top else {})
-    info, spec = read_info(folder), description.spec
-    block = object_at(folder / INFO, info, "block")
-    info.pop("block", None)
-    own = {"block_size": spec.block_size, "layout": spec.layout, "drafted_width": spec.num_slots}
-    for name, value in block.items():
-        if value != own.get(name):
-            raise ValueError(f"{folder / CONFIG}: {name} is {own.get(name)}, {INFO} beside it says {value}")
-    return info
 
 
 def _draft_vocab(folder: Path, description: Description) -> Tensor | None:

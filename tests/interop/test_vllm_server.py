@@ -8,9 +8,16 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from peers import toy_case
+
+from lilicorr.checkpoint import write_checkpoint
+from lilicorr.checkpoint.__main__ import inspect
+from lilicorr.checkpoint.format import SPECULATORS
 
 SOURCE = Path(__file__).parents[2] / "serve_app" / "vllm_backend.py"
 pytestmark = pytest.mark.slow
@@ -69,6 +76,32 @@ def test_the_settings_are_its_own(vllm: Path) -> None:
     assert {"default_chat_template_kwargs", "api_key"} <= frontend
     drafting = fields_of(vllm / "config" / "speculative.py", "SpeculativeConfig")
     assert {"method", "model", "num_speculative_tokens"} <= drafting
+
+
+@pytest.mark.parametrize("head", ["argmax", "dspark"])
+def test_its_own_translation_of_speculators_leaves_blocks_as_they_were_trained(
+    vllm: Path, tmp_path: Path, head: str
+) -> None:
+    """It needs no import of vLLM. A false `sliding_window_non_causal` would make every layer of DFlash causal."""
+    path = vllm / "transformers_utils" / "configs" / "speculators" / "algos.py"
+    spec = importlib.util.spec_from_file_location("algos", path)
+    assert spec is not None and spec.loader is not None
+    algorithms = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(algorithms)
+    write_checkpoint(tmp_path / "export", toy_case(head)[2], SPECULATORS)
+    config = json.loads((tmp_path / "export" / "config.json").read_text(encoding="utf-8"))
+    assert "vllm" in inspect(tmp_path / "export")["as it stands for"]
+
+    def translated(fields: dict[str, Any]) -> dict[str, Any]:
+        layer = dict(fields["transformer_layer_config"])
+        algorithms.SUPPORTED_SPECULATORS_TYPES[fields["speculators_model_type"]](fields, layer)
+        return layer
+
+    ours = translated(config)
+    assert ours.get("dflash_config", ours)["mask_token_id"] == config["mask_token_id"]
+    assert not ours.get("dflash_config", {}).get("causal") and set(ours["layer_types"]) == {"full_attention"}
+    if head == "argmax":
+        assert translated(config | {"sliding_window_non_causal": False})["dflash_config"]["causal"] is True
 
 
 def test_the_methods_and_architectures_are_known(vllm: Path) -> None:

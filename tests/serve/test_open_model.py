@@ -54,6 +54,18 @@ def test_a_folder_that_is_no_draft_model_is_refused(target: Path, tmp_path: Path
         opened(tmp_path, target)
 
 
+def test_the_mask_token_that_training_was_given_is_the_targets(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer that fills every embedding row settles none, and the arguments need not repeat it."""
+    loaded = load(target)
+    save_random_checkpoint(tmp_path / "own", target, 0)
+    monkeypatch.setattr("lilicorr.target.num_token_ids", lambda _tokenizer: loaded.embed.shape[0])
+    with pytest.raises(ValueError, match="embedding rows are all taken and its tokenizer has no mask token"):
+        load(target)
+    assert opened(tmp_path / "own", target).num_slots == 3
+
+
 def test_without_a_version_the_fingerprint_is_that_of_the_weights(target: Path, tmp_path: Path) -> None:
     save_random_checkpoint(tmp_path / "a", target, seed=0)
     shutil.copytree(tmp_path / "a", tmp_path / "b")

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from models import DRAFTER, ROOT, load, save_random_checkpoint
+from models import DRAFTER, ROOT, save_random_checkpoint
 
 from lilicorr.checkpoint.__main__ import convert
 from lilicorr.tiny import tiny_target_folder
@@ -36,7 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_random_checkpoint(folder / "lilicorr", target, 0, drafter=replace(DRAFTER, num_candidates=4))
     save_random_checkpoint(folder / "three candidates", target, 0)
     save_random_checkpoint(folder / "dflash", target, 0, "argmax", {})
-    convert(folder / "dflash", folder / "zlab", "zlab", load(target), "t")
+    convert(folder / "lilicorr", folder / "numbered", "modelopt")
+    for form in ("zlab", "speculators"):
+        convert(folder / "dflash", folder / form, form)
     return folder
 
 
@@ -54,14 +56,19 @@ def test_the_command_line(folder: Path) -> None:
         *("--default-chat-template-kwargs", '{"enable_thinking": false}', "--speculative-config", json.dumps(drafts)),
         *("--max-num-seqs", "8", "--enforce-eager", "--no-enable-prefix-caching", "--kernel-config", '{"a": 1}'),
     ]
-    assert "--speculative-config" in serve_arguments(arguments(folder, "dflash"))
+    for published in ("dflash", "zlab", "speculators"):
+        assert "--speculative-config" in serve_arguments(arguments(folder, published))
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "fields", "message"),
     [
         ("three candidates", {}, "cannot be served by vLLM: vllm needs lilicorr_candidate_topk 1 or 2"),
-        ("zlab", {}, "not spelled as vLLM reads it: python -m lilicorr.checkpoint convert .*zlab CONVERTED --to vllm"),
+        (
+            "numbered",
+            {},
+            "not spelled as vLLM reads it: python -m lilicorr.checkpoint convert .*numbered CONVERTED --to",
+        ),
         ("lilicorr", {"mask_token_id": 260}, "mask_token_id is 259, the target's is set to 260"),
         ("nothing", {}, "is not a draft model"),
     ],
