@@ -165,9 +165,11 @@ class MetricLog:
         write_atomic(path, "".join(kept).encode())
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append one entry; its numbers go to the trackers."""
+        """Append one entry; its numbers go to the trackers, and what is wrong with the run by them to the log."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
+        if trouble := alarm(values):
+            logger.warning("%s: %s", self.path.parent.name, trouble)
         numbers = {name: float(value) for name, value in values.items() if type(value) in (int, float)}
         step = int(numbers.pop("step"))
         if numbers:

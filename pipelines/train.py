@@ -41,7 +41,7 @@ from lilicorr.folder import remove_unfinished
 from lilicorr.provenance import provenance, sha256_tree, write_json
 from lilicorr.state import checkpoint_folder, newest_checkpoint, prune_checkpoints
 from lilicorr.target import Target, default_layer_ids, load_target
-from lilicorr.tracking import MetricLog, TrackedRun, alarm, open_trackers
+from lilicorr.tracking import MetricLog, TrackedRun, open_trackers
 from lilicorr.training import Trainer, num_steps, run_fingerprint, start_drafter
 from pipelines import local
 from pipelines.errors import sent_home
@@ -260,12 +260,10 @@ def train_run(job: Job, device: torch.device, report: Report) -> None:
             log.write(metrics)
             pace = (time.monotonic() - started) / (done - first)
             logger.info("%s", progress_line(job.name, metrics, trainer.num_steps, pace))
-            warn(job, metrics)
         if config.eval_steps and (done % config.eval_steps == 0 or last):
             tau = measure_tau(trainer, target, prompts)
             if log:
                 log.write({"step": done, "tau": tau})
-                warn(job, {"step": done, "tau": tau})
         if done % config.checkpoint_steps == 0 and not last:
             trainer.save(checkpoint_folder(job.folder / "checkpoints", done))
             if leads:
@@ -276,12 +274,6 @@ def train_run(job: Job, device: torch.device, report: Report) -> None:
         finish(job, trainer, draft_model, target)
         log.close()
     report({"step": trainer.done})
-
-
-def warn(job: Job, metrics: dict[str, Any]) -> None:
-    """Say in the log what is wrong with the run by an entry of its metrics."""
-    if trouble := alarm(metrics):
-        logger.warning("%s: %s", job.name, trouble)
 
 
 def open_log(job: Job, step: int) -> MetricLog:

@@ -218,6 +218,13 @@ def test_an_unknown_tracker_and_a_missing_package_are_refused(monkeypatch: pytes
         ({"tau": float("nan")}, "step 10: the target accepts no draft (tau nan)"),
     ],
 )
-def test_the_alarm(values: dict[str, Any], trouble: str | None) -> None:
-    found = alarm({"step": 10, **values})
-    assert found is None if trouble is None else trouble in str(found)
+def test_the_alarm(
+    values: dict[str, Any], trouble: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = {"step": 10, **values}
+    MetricLog(tmp_path / "lilicorr" / "metrics.jsonl", 0).write(entry)
+    found = alarm(entry)
+    if trouble is None:
+        assert found is None and not caplog.records
+    else:
+        assert trouble in str(found) and caplog.messages == [f"lilicorr: {found}"]
