@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 
 from lilicorr.generator import Completion
@@ -16,6 +17,12 @@ def hashed_answer(prompt_ids: list[int], max_new_tokens: int) -> Completion:
     digest = hashlib.blake2b(repr(prompt_ids).encode(), digest_size=17).digest()
     ids = [97 + byte % 26 for byte in digest[: 1 + digest[16] % 16]] + [END]
     return Completion(ids, "stop") if len(ids) <= max_new_tokens else Completion(ids[:max_new_tokens], "length")
+
+
+def slow_answer(prompt_ids: list[int], max_new_tokens: int) -> Completion:
+    """The same, a moment later."""
+    time.sleep(0.3)
+    return hashed_answer(prompt_ids, max_new_tokens)
 
 
 class ReplayGenerator:

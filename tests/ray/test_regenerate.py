@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 import fake_generator
 import test_shards
-from fake_generator import ReplayGenerator, conversations, hashed_answer
+from fake_generator import ReplayGenerator, conversations, hashed_answer, slow_answer
 from lilicorr.config import PipelineConfig, RegenerateConfig
 from lilicorr.generator import Completion, DialogueSettings, regenerate_conversations
 from lilicorr.prompts import write_conversations
@@ -350,6 +350,10 @@ ray.init(address=sys.argv[1], log_to_driver=False, runtime_env={{"env_vars": {{"
 config = test_regenerate.PipelineConfig(profile="test", run_dir=sys.argv[2], regenerate=test_regenerate.SETTINGS)
 regenerate.run(config, test_regenerate.make_two)
 """
+
+
+def make_slow(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, ReplayGenerator]:
+    return byte_tokenizer(), ReplayGenerator(answer=slow_answer)
 
 
 def make_two(config: PipelineConfig) -> tuple[PreTrainedTokenizerBase, ReplayGenerator]:
