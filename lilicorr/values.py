@@ -6,6 +6,7 @@ Place in the flow: `lilicorr.config` asks here; everything else has the finished
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,20 @@ def at_least(config: Any, low: float, *names: str) -> None:
             raise ValueError(f"{name} must be at least {low:g}{null}, got {value}")
 
 
-def above(config: Any, low: float, name: str) -> None:
-    """Raise ValueError for a number of a config dataclass that is not above `low`."""
-    value = getattr(config, name)
-    if not value > low:
-        raise ValueError(f"{name} must be above {low:g}, got {value}")
+def above(config: Any, low: float, *names: str) -> None:
+    """Raise ValueError for a number of a config dataclass that is not above `low`; None passes."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > low:
+            raise ValueError(f"{name} must be above {low:g}, got {value}")
+
+
+def finite(config: Any, *names: str) -> None:
+    """Raise ValueError for a number of a config dataclass that is infinite or NaN; None passes."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -35,6 +45,19 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         place = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
         raise ValueError(f"{where} is not YAML: {error.problem} in {place}") from error
+
+
+def set_value(values: dict[str, Any], override: str) -> None:
+    """Set in nested values what `a.b=value` says, the value in YAML; ValueError where it says nothing of the kind."""
+    path, separator, text = override.partition("=")
+    if not separator:
+        raise ValueError(f"an override has the form a.b=value, got {override!r}")
+    node, keys = values, path.split(".")
+    for key in keys[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise ValueError(f"{path}: {key} is not a section")
+    node[keys[-1]] = parse_yaml(text, override)
 
 
 def unknown_profile(path: Path, folder: Path, own: bool) -> str:

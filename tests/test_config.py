@@ -209,6 +209,10 @@ def test_a_value_that_does_not_fit(override: str, message: str) -> None:
         ("evaluate.seed=-1", "evaluate.seed must be at least 0, got -1"),
         ("evaluate.sampled_seeds=[42, -1]", "evaluate.sampled_seeds must be at least 0, got (42, -1)"),
         ("train.seed=-1", "train.seed must be at least 0, got -1"),
+        (
+            "deploy.yarn={factor: 0.5, original_max_position_embeddings: 128}",
+            "deploy.yarn.factor must be at least 1, got 0.5",
+        ),
         ("deploy.port=70000", "deploy.port must be at most 65535, got 70000"),
     ],
 )

@@ -1,12 +1,13 @@
 """Draft models on disk: `store` reads and writes them, `format` has the spellings of other projects in a table."""
 
-from lilicorr.checkpoint.fit import check_fits, readers_of, replacement_weights
+from lilicorr.checkpoint.fit import check_fits, check_same_drafter, readers_of, replacement_weights
 from lilicorr.checkpoint.store import (
     Checkpoint,
     captured_layers,
     checkpoint_tensors,
     load_draft_model,
     read_checkpoint,
+    read_fields,
     read_info,
     save_draft_model,
     write_checkpoint,
@@ -17,9 +18,11 @@ __all__ = [
     "Checkpoint",
     "captured_layers",
     "check_fits",
+    "check_same_drafter",
     "checkpoint_tensors",
     "load_draft_model",
     "read_checkpoint",
+    "read_fields",
     "read_info",
     "readers_of",
     "replacement_weights",
