@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lilicorr.config import DrafterConfig
 from lilicorr.draft_model import DraftModel, build_draft_model
-from lilicorr.drafter import block_spec, drafter_shape
+from lilicorr.drafter import block_spec, captured_layer_ids, drafter_shape
 from lilicorr.heads import HEADS
-from lilicorr.target import PUBLIC, Target, default_layer_ids
+from lilicorr.target import PUBLIC, Target
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ def random_target(size: ModelSize, device: str, dtype: torch.dtype, max_length: 
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    num_captured = size.drafter.num_captured_layers or size.drafter.num_layers
-    layer_ids = default_layer_ids(size.num_layers, num_captured)
+    layer_ids = captured_layer_ids(size.drafter, size.num_layers)
     return Target(model, tokenizer=None, layer_ids=layer_ids, mask_token_id=size.vocab_size - 1)
 
 

@@ -45,12 +45,13 @@ from lilicorr.chat import render_prompt
 from lilicorr.config import EngineConfig, PipelineConfig, RunConfig, SystemConfig, fingerprint
 from lilicorr.corpus import TrainingSet, build_training_set
 from lilicorr.decode import SamplingParams
+from lilicorr.drafter import captured_layer_ids
 from lilicorr.engine.engine import Engine
 from lilicorr.evaluate import AUTOREGRESSIVE, EngineSystem
 from lilicorr.generator import DialogueSettings, EngineGenerator, regenerate_conversations
 from lilicorr.prompts import read_conversations
 from lilicorr.provenance import provenance, write_atomic, write_json
-from lilicorr.target import default_layer_ids, load_target
+from lilicorr.target import load_target
 from lilicorr.training import Trainer, run_fingerprint
 from pipelines import evaluate, prepare, regenerate, shards, train
 from pipelines.stage import VERSIONS
@@ -188,9 +189,7 @@ def paces(run: Run, seconds: float) -> list[Row]:
 
 def layer_ids(config: PipelineConfig) -> tuple[int, ...]:
     """The captured layers of the run's target."""
-    drafter = config.train.drafter
-    num_layers = train.read_description(config)["num_layers"]
-    return default_layer_ids(num_layers, drafter.num_captured_layers or drafter.num_layers)
+    return captured_layer_ids(config.train.drafter, train.read_description(config)["num_layers"])
 
 
 def trained(run: Run, name: str) -> list[Row]:

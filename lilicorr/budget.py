@@ -85,7 +85,7 @@ def step_budget(
     matrices = sum(p.numel() for p in target.base_model.layers.parameters() if p.dim() == 2)
     width = target_config.num_attention_heads * target_head_dim(target_config)
     attention = 2 * length * length * target_config.num_hidden_layers * width
-    size, layers = target_dtype.itemsize, config.drafter.num_captured_layers or config.drafter.num_layers
+    size, layers = target_dtype.itemsize, drafter_shape(config.drafter, target_config).num_captured_layers
     together = min(config.micro_batch_size, num_rows)
     num_batches = math.ceil(num_rows / together)
     recompute = config.gpus_per_worker > 0

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lilicorr.values import above, at_least, at_most, parse_yaml, unknown_key, unknown_profile
+from lilicorr.values import above, at_least, at_most, finite, parse_yaml, set_value, unknown_key, unknown_profile
 
 Config = TypeVar("Config")
 BUILT_IN = ("embedded", "random", "smollm2")  # targets that the package has or makes
@@ -99,6 +99,11 @@ class YarnConfig:
     beta_slow: float = 1.0
     attention_factor: float | None = None  # on cosine and sine; None: 0.1 ln(factor) + 1
 
+    def __post_init__(self) -> None:
+        at_least(self, 1, "factor", "original_max_position_embeddings")
+        above(self, 0, "beta_fast", "beta_slow", "attention_factor")
+        finite(self, "factor", "beta_fast", "beta_slow", "attention_factor")
+
 
 @dataclass(frozen=True)
 class DrafterConfig:
@@ -108,6 +113,7 @@ class DrafterConfig:
     block_size: int = 16
     num_candidates: int = 8
     num_captured_layers: int | None = None  # None: as many as drafter layers
+    target_layer_ids: tuple[int, ...] | None = None  # the captured ones, from 0; None: spread by DFlash's rule
     num_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -372,15 +378,7 @@ def with_overrides(config: Config, overrides: list[str]) -> Config:
     """Apply `a.b=value` strings (value in YAML) to a config dataclass."""
     values = dataclasses.asdict(config)
     for override in overrides:
-        path, separator, text = override.partition("=")
-        if not separator:
-            raise ValueError(f"an override has the form a.b=value, got {override!r}")
-        node, keys = values, path.split(".")
-        for key in keys[:-1]:
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
-                raise ValueError(f"{path}: {key} is not a section")
-        node[keys[-1]] = parse_yaml(text, override)
+        set_value(values, override)
     return from_dict(type(config), values)
 
 

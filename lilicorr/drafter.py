@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from torch.utils.checkpoint import checkpoint
 
-from lilicorr.blocks import IN_PLACE, BlockSpec, wide
+from lilicorr.blocks import IN_PLACE, BlockSpec, check_layer_ids, wide
 from lilicorr.config import DrafterConfig, YarnConfig
 from lilicorr.target import Target, default_layer_ids, rope_theta, target_head_dim
 
@@ -59,6 +59,22 @@ class DrafterShape:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
 
 
+def captured_layer_ids(config: DrafterConfig, num_target_layers: int) -> tuple[int, ...]:
+    """The layers of a target, 0-based and ascending, that the drafter reads: those that are set, else by DFlash's rule.
+
+    Raises ValueError for layers that the target does not have, and where there are more or fewer than is set.
+    """
+    ids, number = config.target_layer_ids, config.num_captured_layers
+    if ids is None:
+        return default_layer_ids(num_target_layers, number or config.num_layers)
+    check_layer_ids(ids)
+    if ids[-1] >= num_target_layers:
+        raise ValueError(f"target_layer_ids {list(ids)} are past the target's {num_target_layers} layers")
+    if number not in (None, len(ids)):
+        raise ValueError(f"num_captured_layers is {number}, target_layer_ids are {len(ids)}: {list(ids)}")
+    return ids
+
+
 def drafter_shape(config: DrafterConfig, target_config: Any) -> DrafterShape:
     """Resolve a `DrafterConfig` against the transformers config of its target."""
     num_heads = config.num_heads or target_config.num_attention_heads
@@ -69,7 +85,7 @@ def drafter_shape(config: DrafterConfig, target_config: Any) -> DrafterShape:
         num_kv_heads=config.num_kv_heads or target_config.num_key_value_heads,
         head_dim=config.head_dim or target_head_dim(target_config),
         intermediate_size=config.intermediate_size or target_config.intermediate_size,
-        num_captured_layers=config.num_captured_layers or config.num_layers,
+        num_captured_layers=len(captured_layer_ids(config, target_config.num_hidden_layers)),
         vocab_size=target_config.vocab_size,
         num_target_layers=target_config.num_hidden_layers,
         rms_norm_eps=target_config.rms_norm_eps,
@@ -80,8 +96,7 @@ def drafter_shape(config: DrafterConfig, target_config: Any) -> DrafterShape:
 
 def block_spec(config: DrafterConfig, target_config: Any, mask_token_id: int, layout: str = IN_PLACE) -> BlockSpec:
     """What target, drafter and head agree on about a block."""
-    num_captured = config.num_captured_layers or config.num_layers
-    layer_ids = default_layer_ids(target_config.num_hidden_layers, num_captured)
+    layer_ids = captured_layer_ids(config, target_config.num_hidden_layers)
     return BlockSpec(config.block_size, config.num_candidates, mask_token_id, layer_ids, layout)
 
 
@@ -109,8 +124,6 @@ class Rotary(nn.Module):
         self.head_dim, self.theta, self.yarn = head_dim, theta, yarn
         self.scale = 1.0  # of cosine and sine
         if yarn is not None:
-            if yarn.factor < 1 or yarn.original_max_position_embeddings < 1:
-                raise ValueError(f"yarn needs a factor and a training length of at least 1, got {yarn}")
             automatic = 0.1 * math.log(yarn.factor) + 1
             self.scale = automatic if yarn.attention_factor is None else yarn.attention_factor
 

@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from lilicorr.anchors import choose_anchors
 from lilicorr.block_mask import choose_attention
 from lilicorr.blocks import LossTerm, TrainBatch
-from lilicorr.checkpoint import read_checkpoint
-from lilicorr.config import RunConfig, TrainConfig, fingerprint
+from lilicorr.checkpoint import check_same_drafter, read_checkpoint
+from lilicorr.config import DrafterConfig, RunConfig, TrainConfig, fingerprint
 from lilicorr.corpus import Sampler, TrainingSet
 from lilicorr.deal import deal_rows, row_costs
 from lilicorr.draft_model import DraftModel
@@ -54,7 +54,8 @@ PACE = (
     *("trackers", "tracking_project"),
 )
 
-ADDED = ("block_layout", "block_size")  # of a run, since runs were first trained: unset they leave its identity alone
+# Of a run and of its drafter, since runs were first trained: unset they leave its identity alone.
+ADDED = ("block_layout", "block_size", "target_layer_ids")
 
 
 def check_precision(config: TrainConfig) -> None:
@@ -91,9 +92,13 @@ def lr_factor(step: int, total: int, schedule: str, warmup_fraction: float) -> f
 
 def run_fingerprint(config: TrainConfig, run: RunConfig, training_set: TrainingSet, *more: Any) -> str:
     """The identity of a run's result: what it trains, on what, how; `more` adds the target and the start."""
+
+    def known(part: RunConfig | DrafterConfig) -> dict[str, Any]:
+        return {key: value for key, value in dataclasses.asdict(part).items() if value is not None or key not in ADDED}
+
     values = {key: value for key, value in dataclasses.asdict(config).items() if key not in PACE}
-    own = {key: value for key, value in dataclasses.asdict(run).items() if value is not None or key not in ADDED}
-    return fingerprint(values, own, training_set.meta["content"], *more)
+    values["drafter"] = known(config.drafter)
+    return fingerprint(values, known(run), training_set.meta["content"], *more)
 
 
 def start_drafter(draft_model: DraftModel, folder: Path, target: Target) -> int:
@@ -104,16 +109,7 @@ def start_drafter(draft_model: DraftModel, folder: Path, target: Target) -> int:
     drafters differ in shape or in how they cut blocks.
     """
     checkpoint = read_checkpoint(folder, target)
-    spec, shape = checkpoint.description.spec, dataclasses.replace(checkpoint.description.shape, yarn=None)
-    blocks = ("block_size", "layout", "mask_token_id", "target_layer_ids")
-    for theirs, ours, names in (
-        (spec, draft_model.spec, blocks),
-        (shape, draft_model.shape, [field.name for field in dataclasses.fields(shape)]),
-    ):
-        for name in names:
-            if getattr(theirs, name) != getattr(ours, name):
-                found, wanted = getattr(theirs, name), getattr(ours, name)
-                raise ValueError(f"cannot start from {folder}: its {name} is {found}, this run's is {wanted}")
+    check_same_drafter(folder, checkpoint.description, draft_model)
     state = draft_model.drafter.state_dict()
     draft_model.drafter.load_state_dict({name: checkpoint.tensors[name] for name in state})
     return checkpoint.info.get("num_blocks") or 0

@@ -6,6 +6,7 @@ Place in the flow: `lilicorr.config` asks here; everything else has the finished
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,20 @@ def at_least(config: Any, low: float, *names: str) -> None:
             raise ValueError(f"{name} must be at least {low:g}{null}, got {value}")
 
 
-def above(config: Any, low: float, name: str) -> None:
-    """Raise ValueError for a number of a config dataclass that is not above `low`."""
-    value = getattr(config, name)
-    if not value > low:
-        raise ValueError(f"{name} must be above {low:g}, got {value}")
+def above(config: Any, low: float, *names: str) -> None:
+    """Raise ValueError for a number of a config dataclass that is not above `low`; None passes."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > low:
+            raise ValueError(f"{name} must be above {low:g}, got {value}")
+
+
+def finite(config: Any, *names: str) -> None:
+    """Raise ValueError for a number of a config dataclass that is infinite or NaN; None passes."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
 
 
 def at_most(config: Any, name: str, other: str) -> None:
@@ -49,6 +59,19 @@ def unknown_key(key: Any, known: Iterable[str], where: str) -> str:
     """What to say of a key below `where` that is none of the `known` ones."""
     near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
     return f"unknown key {where}{key}; did you mean {where}{near[0]}?"
+
+
+def set_value(values: dict[str, Any], override: str) -> None:
+    """Set in nested values what `a.b=value` says, the value in YAML; ValueError where it says nothing of the kind."""
+    path, separator, text = override.partition("=")
+    if not separator:
+        raise ValueError(f"an override has the form a.b=value, got {override!r}")
+    node, keys = values, path.split(".")
+    for key in keys[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise ValueError(f"{path}: {key} is not a section")
+    node[keys[-1]] = parse_yaml(text, override)
 
 
 def unknown_profile(path: Path, folder: Path, own: bool) -> str:

@@ -33,12 +33,13 @@ from lilicorr.chat import render_prompt
 from lilicorr.checkpoint import load_draft_model
 from lilicorr.config import EvaluateConfig, PipelineConfig, fingerprint, from_dict, to_dict
 from lilicorr.draft_model import DraftModel
+from lilicorr.drafter import captured_layer_ids
 from lilicorr.evaluate import AUTOREGRESSIVE, MakeSystem, Prompt, System, run_sets
 from lilicorr.plots import draw_plots
 from lilicorr.prompts import read_conversations
 from lilicorr.provenance import provenance, sha256_tree, write_json
 from lilicorr.tables import stale
-from lilicorr.target import Target, default_layer_ids, load_target
+from lilicorr.target import Target, load_target
 from pipelines import local
 from pipelines.errors import sent_home
 from pipelines.inputs import HELD_OUT, set_entries
@@ -185,8 +186,7 @@ def load_sets(config: PipelineConfig) -> tuple[dict[str, list[Prompt]], dict[str
 
 def load_evaluation_target(config: PipelineConfig, num_layers: int) -> Target:
     """The target on the accelerator, if there is one, capturing the layers that the runs were trained on."""
-    drafter = config.train.drafter
-    layer_ids = default_layer_ids(num_layers, drafter.num_captured_layers or drafter.num_layers)
+    layer_ids = captured_layer_ids(config.train.drafter, num_layers)
     return load_target(config.target, "cuda" if torch.cuda.is_available() else "cpu", layer_ids)
 
 

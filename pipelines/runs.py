@@ -2,7 +2,7 @@
 
 Place in the flow: `pipelines/train.py` asks first of all, `--dry-run` as soon as `prepare` is done. Every run's draft
 model is built on the meta device, where shapes are worked out and nothing is allocated, and a block goes through its
-drafter. Paper: section 4.1.
+drafter; the fields of a checkpoint that it starts from are held against it. Paper: section 4.1.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from lilicorr.block_mask import choose_attention
+from lilicorr.checkpoint import check_same_drafter, read_fields
 from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, from_dict
 from lilicorr.corpus import Sampler
 from lilicorr.draft_model import DraftModel, check_blocks, run_block_spec
-from lilicorr.drafter import copy_target_layers, drafter_shape
+from lilicorr.drafter import captured_layer_ids, copy_target_layers, drafter_shape
 from lilicorr.heads import HEADS
 from lilicorr.kernels.topk_lse import check_candidates
 from lilicorr.sharding import check_sharding
-from lilicorr.target import Target, default_layer_ids, model_config
+from lilicorr.target import Target, model_config
 from lilicorr.tracking import check_trackers
 from lilicorr.training import check_precision, num_steps
-from pipelines.start import check_start
+from pipelines.start import check_start, is_folder
 
 TRAINING_SET = "training_set"  # folder beside those of the runs
 INITS = ("random", "target")  # of the drafter
@@ -45,7 +47,8 @@ def check_runs(config: PipelineConfig, described: dict[str, Any]) -> None:
     choose_attention(train.attention, torch.device("cuda" if train.gpus_per_worker > 0 else "cpu"))
     check_sharding(train.sharding, train.min_workers or train.num_workers)
     check_trackers(train.trackers)
-    default_layer_ids(described["num_layers"], train.drafter.num_captured_layers or train.drafter.num_layers)
+    with _named("train.drafter"):
+        captured_layer_ids(train.drafter, described["num_layers"])
     if not train.runs:
         raise ValueError("train.runs is empty: name at least one run")
     before: list[str] = []
@@ -56,6 +59,10 @@ def check_runs(config: PipelineConfig, described: dict[str, Any]) -> None:
     for name, run_config in train.runs.items():
         with _named(f"train.runs.{name}"):
             draft_model = _on_meta(train, run_config, target, described["mask_token_id"])
+        if run_config.start_from is not None and is_folder(run_config.start_from):
+            folder = Path(run_config.start_from).expanduser()
+            with _named(f"train.runs.{name}.start_from"):
+                check_same_drafter(folder, read_fields(folder, target.num_hidden_layers)[1], draft_model)
         if train.drafter.init == "target":
             with _named(f"train.runs.{name} cannot start from the target's layers (train.drafter.init)"):
                 _start_from_target(draft_model, target)

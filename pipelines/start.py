@@ -45,7 +45,13 @@ def check_start(key: str, start_from: str | None, before: Sequence[str]) -> None
             f"{key} must be a run before it ({', '.join(before) or 'there is none'}) or the path of a checkpoint's "
             f"folder, got {start_from!r}"
         )
-    if not (Path(start_from).expanduser() / "config.json").is_file():
+    folder = Path(start_from).expanduser()
+    if not folder.is_dir():
+        raise ValueError(
+            f"{key}: there is no folder {start_from}; a checkpoint of the hub is downloaded first: "
+            "hf download NAME --local-dir FOLDER"
+        )
+    if not (folder / "config.json").is_file():
         raise ValueError(f"{key}: {start_from} is not a checkpoint, it has no config.json")
 
 

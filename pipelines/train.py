@@ -36,11 +36,11 @@ from lilicorr.checkpoint import save_draft_model
 from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, fingerprint, from_dict, to_dict
 from lilicorr.corpus import Sampler, TrainingSet, build_training_set, content_hash
 from lilicorr.draft_model import DraftModel, build_draft_model, run_block_spec
-from lilicorr.drafter import copy_target_layers, drafter_shape
+from lilicorr.drafter import captured_layer_ids, copy_target_layers, drafter_shape
 from lilicorr.folder import remove_unfinished
 from lilicorr.provenance import provenance, sha256_tree, write_json
 from lilicorr.state import checkpoint_folder, newest_checkpoint, prune_checkpoints
-from lilicorr.target import Target, default_layer_ids, load_target
+from lilicorr.target import Target, load_target
 from lilicorr.tracking import MetricLog, TrackedRun, open_trackers
 from lilicorr.training import Trainer, num_steps, run_fingerprint, start_drafter
 from pipelines import local
@@ -287,8 +287,7 @@ def open_log(job: Job, step: int) -> MetricLog:
 def make_trainer(job: Job, device: torch.device) -> tuple[Trainer, Target]:
     """Target, draft model and trainer of a run, before its first step."""
     config, run_config = job.config.train, job.run
-    num_captured = config.drafter.num_captured_layers or config.drafter.num_layers
-    layer_ids = default_layer_ids(job.described()["num_layers"], num_captured)
+    layer_ids = captured_layer_ids(config.drafter, job.described()["num_layers"])
     target = load_target(job.config.target, device, layer_ids)
     training_set = TrainingSet.open(job.folder.parent / TRAINING_SET)
     draft_model = new_draft_model(config, run_config, target, training_set)

@@ -217,6 +217,10 @@ def test_a_value_that_does_not_fit(override: str, message: str) -> None:
         ("train.seed=-1", "train.seed must be at least 0, got -1"),
         ("train.min_workers=0", "train.min_workers must be at least 1 or null, got 0"),
         ("train.min_workers=2", "train.min_workers must be at most num_workers, 1, got 2"),
+        (
+            "deploy.yarn={factor: 0.5, original_max_position_embeddings: 128}",
+            "deploy.yarn.factor must be at least 1, got 0.5",
+        ),
         ("deploy.port=70000", "deploy.port must be at most 65535, got 70000"),
     ],
 )

@@ -94,6 +94,16 @@ def noted(name: str, value: Any) -> Damage:
     return damage
 
 
+def theta_of_another_target(config: dict[str, Any]) -> None:
+    """In both schemas, so that only the target tells."""
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 1e6
+
+
+def yarn(**changes: Any) -> Damage:
+    """YaRN with a value that cannot be."""
+    return field("rope_scaling", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128} | changes)
+
+
 LILICORR = [
     # fields that are missing
     (field("architectures"), "field architectures is missing"),
@@ -136,6 +146,7 @@ LILICORR = [
     (field("vocab_size", 68), "vocab_size is 68, the target's embedding has 67"),
     (field("num_target_layers", 36), "num_target_layers is 36, the target has 6"),
     (field("rope_theta", 1e6), "rope_theta is 10000.0 and 1000000.0, the target's is 10000.0"),
+    (config(theta_of_another_target), "rope_theta is 1000000.0, the target's is 10000.0"),
     (field("num_hidden_layers", 3), "layer_types must be full_attention for each of the 3 layers"),
     (field("num_attention_heads", 8), r"layers.0.self_attn.o_proj.weight has shape \[32, 32\], must be \[32, 64\]"),
     (field("intermediate_size", 63), r"layers.0.mlp.\w+.weight has shape"),
@@ -160,6 +171,14 @@ LILICORR = [
     (nested("lilicorr_logit_scale", float("nan")), "logit_scale of the head must be a number above 0, got nan"),
     (nested("lilicorr_vector_eps", -1e-4), "vector_eps of the head must be a number above 0, got -0.0001"),
     (nested("draft_vocab_size", 0), "field draft_vocab_size must be above 0, got 0"),
+    (yarn(factor=0.5), "rope_scaling.factor must be at least 1, got 0.5"),
+    (yarn(factor=float("nan")), "rope_scaling.factor must be at least 1, got nan"),
+    (yarn(factor=float("inf")), "rope_scaling.factor must be finite, got inf"),
+    (yarn(original_max_position_embeddings=0), "original_max_position_embeddings must be at least 1, got 0"),
+    (yarn(attention_factor=0.0), "rope_scaling.attention_factor must be above 0, got 0.0"),
+    (yarn(attention_factor=float("nan")), "rope_scaling.attention_factor must be above 0, got nan"),
+    (yarn(beta_fast=0), "rope_scaling.beta_fast must be above 0, got 0.0"),
+    (yarn(beta_slow=-1), "rope_scaling.beta_slow must be above 0, got -1.0"),
     # fields that ask for what is not here
     (field("rope_scaling", {"type": "yarn"}), "field rope_scaling.factor is missing"),
     (field("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4}), "rope_type = 'linear' is not supported"),

@@ -12,6 +12,7 @@ from lilicorr.drafter import (
     Rotary,
     block_attention,
     block_spec,
+    captured_layer_ids,
     copy_target_layers,
     drafter_shape,
 )
@@ -220,5 +221,15 @@ def test_the_published_yarn_figures():
     )
     assert int((ratio == 1).sum()) == 13 and int(torch.isclose(ratio, ratio.new_tensor(3072 / 40_960)).sum()) == 35
     assert rotary.scale == pytest.approx(1.2590, abs=1e-4)
-    with pytest.raises(ValueError, match="yarn needs a factor and a training length of at least 1"):
-        Rotary(8, 1e4, YarnConfig(0.5, 128))
+
+
+def test_the_captured_layers_are_those_that_are_set():
+    assert captured_layer_ids(DrafterConfig(num_layers=2), 6) == (1, 3)
+    assert captured_layer_ids(DrafterConfig(num_layers=2, target_layer_ids=(0, 2, 5)), 6) == (0, 2, 5)
+    for config, message in (
+        (DrafterConfig(target_layer_ids=(2, 6)), r"target_layer_ids \[2, 6\] are past the target's 6 layers"),
+        (DrafterConfig(target_layer_ids=(2, 1)), "target_layer_ids must be ascending"),
+        (DrafterConfig(target_layer_ids=(1, 2), num_captured_layers=3), r"is 3, target_layer_ids are 2: \[1, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            captured_layer_ids(config, 6)

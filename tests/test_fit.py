@@ -58,6 +58,10 @@ def everywhere(name: str, value: Any) -> Callable[[Config], None]:
     return change
 
 
+def theta_of_another_target(config: Config) -> None:
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 1e6
+
+
 WRONG = [
     (everywhere("block_size", 6), "config.json: block_size is 6, lilicorr.json beside it says 5"),
     (
@@ -69,6 +73,7 @@ WRONG = [
     (everywhere("vocab_size", 100), "vocab_size is 100, the target's embedding has 67"),
     (everywhere("hidden_size", 64), "hidden_size is 64, the target's is 32"),
     (everywhere("num_target_layers", 8), "num_target_layers is 8, the target has 6"),
+    (theta_of_another_target, "rope_theta is 1000000.0, the target's is 10000.0"),
     (everywhere("target_layer_ids", [1, 6]), "target_layer_ids \\[6\\] are past the target's 6 layers"),
     (everywhere("architectures", ["GPT"]), "architectures must be one of"),
 ]

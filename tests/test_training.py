@@ -328,15 +328,18 @@ def test_the_fingerprint_ignores_how_a_run_is_carried_out(tmp_path: Path) -> Non
     assert run_fingerprint(same, RUN, training_set, "target") == identity
     before = {key: value for key, value in asdict(RUN).items() if not key.startswith("block_")}
     trained = {key: value for key, value in asdict(CONFIG).items() if key not in PACE}
+    del trained["drafter"]["target_layer_ids"]
     assert identity == fingerprint(trained, before, training_set.meta["content"], "target")
+    other_layers = replace(DRAFTER, target_layer_ids=(1, 2))
     others = [
         run_fingerprint(CONFIG, replace(RUN, block_size=4), training_set, "target"),
         run_fingerprint(replace(CONFIG, head_lr=1.0), RUN, training_set, "target"),
+        run_fingerprint(replace(CONFIG, drafter=other_layers), RUN, training_set, "target"),
         run_fingerprint(CONFIG, replace(RUN, steps=7), training_set, "target"),
         run_fingerprint(CONFIG, RUN, training_set, "other"),
         run_fingerprint(CONFIG, RUN, make_set(tmp_path / "other", (9, 9)), "target"),
     ]
-    assert len({identity, *others}) == 6
+    assert len({identity, *others}) == 7
 
 
 def test_checkpoints_are_found_in_order_and_pruned(tmp_path: Path) -> None:

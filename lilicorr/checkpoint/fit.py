@@ -7,7 +7,7 @@ and copies of the target's tables, `store.read_checkpoint` holds against the loa
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from lilicorr.draft_model import DraftModel
 from lilicorr.heads import HEADS
 from lilicorr.target import Target, model_config
 
+NOT_TRAINED = ("yarn", "max_position_embeddings")  # fields of a drafter's shape that its weights do not depend on
+
 
 def check_fits(folder: Path, target: TargetConfig) -> None:
     """Raise ValueError that names the field for a checkpoint folder, of any format, that does not fit `target`.
@@ -33,8 +35,8 @@ def check_fits(folder: Path, target: TargetConfig) -> None:
     that is given as a folder may be a copy of any name.
     """
     folder, wanted = Path(folder), model_config(target)
-    fields, description, info = read_fields(folder, wanted.num_hidden_layers)
-    check_target(fields, wanted, wanted.vocab_size)
+    config, description, info = read_fields(folder, wanted.num_hidden_layers)
+    check_target(config, wanted, wanted.vocab_size)
     mask, stated = target.mask_token_id, target_of(info)
     if mask not in (None, description.spec.mask_token_id):
         raise ValueError(
@@ -50,11 +52,28 @@ def check_fits(folder: Path, target: TargetConfig) -> None:
         )
 
 
+def check_same_drafter(folder: Path, description: Description, draft_model: DraftModel) -> None:
+    """Raise ValueError that names the field if the drafter that is described cannot go on as that of `draft_model`.
+
+    `description` is what `folder` holds. Head and YaRN may differ, and the length that the checkpoint was made for,
+    which no drafter computes with.
+    """
+    shape = [field.name for field in fields(description.shape) if field.name not in NOT_TRAINED]
+    for theirs, ours, names in (
+        (description.spec, draft_model.spec, ("block_size", "layout", "mask_token_id", "target_layer_ids")),
+        (description.shape, draft_model.shape, shape),
+    ):
+        for name in names:
+            found, wanted = getattr(theirs, name), getattr(ours, name)
+            if found != wanted:
+                raise ValueError(f"cannot start from {folder}: its {name} is {found}, this run's is {wanted}")
+
+
 def readers_of(folder: Path, checkpoint: Checkpoint) -> list[str]:
     """The formats whose readers take the folder of `checkpoint` as it stands."""
     names = {name.removeprefix("model.") for name in read_tensors(folder)}
-    fields = read_json(Path(folder) / CONFIG)
-    return spelled_as(fields, names, checkpoint.tensors, checkpoint.description, checkpoint.info)
+    config = read_json(Path(folder) / CONFIG)
+    return spelled_as(config, names, checkpoint.tensors, checkpoint.description, checkpoint.info)
 
 
 def replacement_weights(

@@ -14,16 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import RUNS, with_train
+from training_runs import RUNS, shape, with_train
 
-from lilicorr.checkpoint import load_draft_model, read_checkpoint, read_info
+from lilicorr.checkpoint import captured_layers, load_draft_model, read_checkpoint, read_info
 from lilicorr.checkpoint.__main__ import convert
-from lilicorr.config import PipelineConfig, RunConfig
+from lilicorr.config import EngineConfig, PipelineConfig, RunConfig
+from lilicorr.decode import Decoder, SamplingParams
+from lilicorr.engine.engine import Engine
+from lilicorr.engine.request import Request
 from lilicorr.provenance import sha256_tree
 from lilicorr.target import load_target
 from pipelines import train
 from pipelines.errors import one_line_errors
+from pipelines.evaluate import load_evaluation_target
 from pipelines.local import descendants
+from test_checkpoint import edit_config, with_value
 
 
 def entries(config: PipelineConfig, run: str) -> list[dict[str, Any]]:
@@ -86,6 +91,36 @@ def test_a_run_starts_from_the_folder_of_a_checkpoint(
     assert all(torch.allclose(trained[name], tensor, atol=1e-9) for name, tensor in start.items())
     assert "| continued from | published |" in (folder / "warm" / "final" / "README.md").read_text()
     assert in_process == ["trunk", "warm"]
+
+
+def test_a_start_that_reads_other_layers_is_trained_and_served(
+    config: PipelineConfig, in_process: list[str], tmp_path: Path
+) -> None:
+    """Made for another length too. What decodes it captures its layers: both decoders answer as the target does."""
+    ids, first = (0, 2, 4), {"trunk": replace(RUNS["trunk"], steps=1)}
+    set_up = with_train(config, drafter=shape(target_layer_ids=ids), drafter_lr=1e-12)
+    train.run(with_train(set_up, runs=first))
+    published = tmp_path / "published"
+    convert(config.directory / "train" / "trunk" / "final", published, "zlab_old")
+    edit_config(published, with_value("max_position_embeddings", 77))
+    warm = with_train(set_up, runs={"warm": replace(RUNS["lilicorr"], start_from=str(published), steps=2)})
+    train.run(warm)
+    assert in_process == ["trunk", "warm"]
+    final = config.directory / "train" / "warm" / "final"
+    assert captured_layers(final) == ids
+    trained, start = (read_checkpoint(folder).tensors for folder in (final, published))
+    assert all(torch.allclose(trained[name], tensor, atol=1e-9) for name, tensor in start.items())
+    target = load_evaluation_target(warm, 6)
+    assert target.layer_ids == ids
+    draft_model, prompt, params = load_draft_model(final, target), [3, 1, 4, 1, 5], SamplingParams(24)
+    answer = Decoder(target, None).generate(prompt, params).token_ids
+    blocks = list(Decoder(target, draft_model).stream(prompt, params))
+    engine, chunks = Engine(target, draft_model, EngineConfig(max_running=2, num_pages=8)), []
+    engine.submit(Request("a", prompt, params))
+    while engine.busy:
+        chunks += engine.step()
+    assert [chunk.token_ids for chunk in chunks] == blocks
+    assert [token_id for block in blocks for token_id in block] == answer
 
 
 def test_a_branch_goes_on_where_the_runs_before_it_stopped(

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import shape, with_head, with_train
+from training_runs import RUNS, shape, with_head, with_train
 
+from lilicorr.checkpoint import save_draft_model
 from lilicorr.config import DrafterConfig, PipelineConfig, RunConfig
+from lilicorr.draft_model import build_draft_model
+from lilicorr.drafter import block_spec, drafter_shape
+from lilicorr.target import load_target
 from pipelines import inputs as dry_run
 from pipelines import train
+from test_checkpoint import edit_config, with_value
 
 
 @pytest.mark.parametrize(
@@ -23,11 +31,18 @@ from pipelines import train
         ({"runs": {"a": RunConfig()}}, "exactly one of epochs and steps"),
         ({"runs": {"a": RunConfig(head="argmax", steps=1, start_from="b")}}, "there is none.*got 'b'"),
         ({"runs": {"a": RunConfig(steps=1), "b": RunConfig(steps=1, start_from="b")}}, r"before it \(a\) or .*got 'b'"),
-        ({"runs": {"a": RunConfig(steps=1, start_from="./no/where")}}, "a.start_from: .*no/where is not a checkpoint"),
+        (
+            {"runs": {"a": RunConfig(steps=1, start_from="./no/where")}},
+            "a.start_from: there is no folder .*no/where; .*hf down",
+        ),
         ({"runs": {"a": RunConfig(steps=1, head_config={"widht": 3})}}, "unknown key train.runs.a.head_config.widht"),
         ({"runs": {"training_set": RunConfig(steps=1)}}, "train.runs.training_set: a run's name"),
         ({"runs": {"../a": RunConfig(steps=1)}}, r"train.runs.\.\./a: a run's name"),
         ({"drafter": DrafterConfig(num_layers=6)}, "6 distinct layers cannot be captured"),
+        (
+            {"drafter": shape(target_layer_ids=(2, 6))},
+            r"train.drafter: target_layer_ids \[2, 6\] are past the target's 6",
+        ),
         ({"layout": "packed"}, "layout must be one of turn, conversation, got 'packed'"),
         ({"precision": "fp8"}, "train.precision must be one of bfloat16, float32, got 'fp8'"),
         ({"attention": "flash"}, "train.attention must be one of auto, flex, sdpa, parts, got 'flash'"),
@@ -68,6 +83,39 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         train.run(with_train(config, **changes))
+    assert not in_process
+
+
+def test_a_start_that_does_not_fit_is_refused_before_anything_starts(
+    config: PipelineConfig, in_process: list[str], tmp_path: Path
+) -> None:
+    """By its fields alone: the weights are not there. The length that it was made for may be another."""
+    folder, target = tmp_path / "published", load_target(config.target, layer_ids=(0, 2))
+    drafter = shape(target_layer_ids=(0, 2))
+    spec = block_spec(drafter, target.config, target.mask_token_id)
+    published = build_draft_model(drafter_shape(drafter, target.config), spec, "argmax", {}, target)
+    save_draft_model(folder, published, {}, "float32")
+    (folder / "model.safetensors").unlink()
+    edit_config(folder, with_value("max_position_embeddings", 77))
+    warm = {"warm": replace(RUNS["lilicorr"], start_from=str(folder))}
+    wrong = [
+        (
+            {},
+            rf"train.runs.warm.start_from: cannot .*{folder}: its target_layer_ids is \(0, 2\), this run's is \(1, 3\)",
+        ),
+        ({"block_size": 5, "target_layer_ids": (0, 2)}, "its block_size is 4, this run's is 5"),
+        ({"num_layers": 1, "target_layer_ids": (0, 2)}, "its num_layers is 2, this run's is 1"),
+    ]
+    for changes, message in wrong:
+        changed = with_train(config, runs=warm, drafter=shape(**changes))
+        with pytest.raises(ValueError, match=message):
+            train.run(changed)
+        assert re.search(message, dry_run.train(changed)[0])
+    fitting = with_train(config, runs=warm, drafter=drafter)
+    train.check_runs(fitting, train.read_description(fitting))
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match="published is not a checkpoint, it has no config.json"):
+        train.run(fitting)
     assert not in_process
 
 
