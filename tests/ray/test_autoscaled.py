@@ -90,11 +90,11 @@ def autoscaled(ray_environment: None) -> Iterator[None]:
     }
     with open(Path(folder, "head.log"), "wb") as log:
         head = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while "Ray runtime started" not in Path(folder, "head.log").read_text() and time.monotonic() < deadline:
-        assert head.poll() is None, Path(folder, "head.log").read_text()
-        time.sleep(0.2)
     try:
+        deadline = time.monotonic() + 120
+        while "Ray runtime started" not in Path(folder, "head.log").read_text() and time.monotonic() < deadline:
+            assert head.poll() is None, Path(folder, "head.log").read_text()
+            time.sleep(0.2)
         ray.init(
             address=f"127.0.0.1:{port}",
             log_to_driver=False,
