@@ -200,7 +200,8 @@ def fit(job: Job) -> None:
     fewest = config.min_workers or config.num_workers
     counts = "train.num_workers" if config.min_workers is None else "train.min_workers"
     check_resources(fewest, "workers", resources, f"{counts} or train.gpus_per_worker")
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(NODE_WAIT_S))  # Ray hands it to its controller
+    if config.min_workers is None:  # else Ray's minute ends the wait for a node that is lost, and fewer workers start
+        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(NODE_WAIT_S))  # goes to Ray's controller
     trainer = TorchTrainer(
         worker_loop,
         train_loop_config={"config": to_dict(job.config), "name": job.name, "identity": job.identity},

@@ -27,7 +27,7 @@ from pipelines import local, regenerate, train
 from pipelines.process import descendants
 from pipelines.resources import MAXIMUM_VARIABLE
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD_ID = "f" * 51 + "00000"  # of Ray's provider whose nodes are processes of this machine

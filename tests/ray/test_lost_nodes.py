@@ -35,7 +35,7 @@ from pipelines import evaluate, regenerate, train
 
 STEPS, NEAR = 1200, 160  # of the run whose workers come and go, and of the one that is left alone
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -330,7 +330,7 @@ def test_a_cluster_is_asked_for_as_many_workers_as_there_may_be(
     asked: int | tuple[int, int],
     needed: int,
 ) -> None:
-    """And needs room for the fewest only."""
+    """And needs room for the fewest only. All of them are waited for as long as nodes take to boot."""
     import ray.train.torch
 
     seen: list[Any] = []
@@ -343,7 +343,10 @@ def test_a_cluster_is_asked_for_as_many_workers_as_there_may_be(
             seen.append("fit")
 
     monkeypatch.setattr(train.local, "connect", lambda *_: None)
-    monkeypatch.setattr(train.local, "check_resources", lambda count, *_: seen.append(count))
+    monkeypatch.delenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", raising=False)
+    monkeypatch.setattr(train, "check_resources", lambda count, *_: seen.append(count))
     monkeypatch.setattr(ray.train.torch, "TorchTrainer", Recorder)
     train.fit(train.Job(with_train(config, num_workers=3, min_workers=least), "trunk", "identity"))
     assert seen == [needed, asked, "fit"]
+    waited = os.environ.pop("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", None)
+    assert waited == (None if least else "1800")
