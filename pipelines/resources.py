@@ -5,8 +5,12 @@ Place in the flow: `regenerate`, `train` and `evaluate` ask before they start an
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
+START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+NODE_WAIT_S = 1800  # for an autoscaler to start nodes; Ray Train's own minute ends before a GPU node is there
 MAXIMUM_VARIABLE = "LILICORR_MAX_RESOURCES"  # CPU=768,GPU=32: of all nodes an autoscaler may have; set on the head
 
 
@@ -40,3 +44,19 @@ def declared_maximum() -> dict[str, float]:
         return {name: float(amount) for name, amount in (part.split("=") for part in text.split(","))}
     except ValueError as error:
         raise ValueError(f"{MAXIMUM_VARIABLE} must be like CPU=768,GPU=32, got {text!r}") from error
+
+
+@contextlib.contextmanager
+def patience(all_workers: bool) -> Iterator[None]:
+    """Have the controller that Ray Train starts meanwhile wait NODE_WAIT_S for its workers, unless the user says.
+
+    Where not `all_workers` are needed Ray's minute stays: it ends the wait for a node that is lost, and fewer start.
+    """
+    ours = all_workers and START_TIMEOUT not in os.environ
+    if ours:
+        os.environ[START_TIMEOUT] = str(NODE_WAIT_S)  # one of those that Ray hands to its controller
+    try:
+        yield
+    finally:
+        if ours:
+            del os.environ[START_TIMEOUT]

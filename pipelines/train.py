@@ -46,7 +46,7 @@ from lilicorr.training import Trainer, num_steps, run_fingerprint, start_drafter
 from pipelines import local
 from pipelines.errors import sent_home
 from pipelines.probe import measure_tau, probe_prompts
-from pipelines.resources import check_resources
+from pipelines.resources import check_resources, patience
 from pipelines.runs import TRAINING_SET, check_runs
 from pipelines.shards import verified_shards
 from pipelines.stage import VERSIONS
@@ -56,8 +56,6 @@ logger = logging.getLogger(__name__)
 
 FEATURES = ".features"  # hidden, so no part of the stage's outputs
 REPLACED = ".replaced"  # runs whose config has changed; hidden, so no part of the stage's outputs
-
-NODE_WAIT_S = 1800  # for an autoscaler to start nodes; Ray Train's own minute ends before a GPU node is there
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -200,8 +198,6 @@ def fit(job: Job) -> None:
     fewest = config.min_workers or config.num_workers
     counts = "train.num_workers" if config.min_workers is None else "train.min_workers"
     check_resources(fewest, "workers", resources, f"{counts} or train.gpus_per_worker")
-    if config.min_workers is None:  # else Ray's minute ends the wait for a node that is lost, and fewer workers start
-        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(NODE_WAIT_S))  # goes to Ray's controller
     trainer = TorchTrainer(
         worker_loop,
         train_loop_config={"config": to_dict(job.config), "name": job.name, "identity": job.identity},
@@ -218,7 +214,8 @@ def fit(job: Job) -> None:
     )
     least = "" if config.min_workers is None else f"{fewest} to "
     logger.info("run %s: %s%d workers with %s each", job.name, least, config.num_workers, resources)
-    trainer.fit()
+    with patience(config.min_workers is None):
+        trainer.fit()
 
 
 def worker_loop(settings: dict[str, Any]) -> None:
