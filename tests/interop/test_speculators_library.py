@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from lilicorr.checkpoint import read_checkpoint, write_checkpoint
 from lilicorr.checkpoint.format import SPECULATORS
+from lilicorr.config import BUILT_IN
 
 speculators = installed("speculators")
 pytestmark = pytest.mark.slow
@@ -38,7 +39,8 @@ def test_it_reads_what_we_write(case: str, head: str, tmp_path: Path) -> None:
     assert [layer_id - 1 for layer_id in config.aux_hidden_state_layer_ids] == list(spec.target_layer_ids)
     assert config.sample_from_anchor == (head == "dspark")
     assert config.speculators_config.proposal_methods[0].speculative_tokens == spec.num_slots
-    assert config.speculators_config.verifier.name_or_path == checkpoint.info["target"]["source"]
+    verifier = checkpoint.info["target"]["source"]  # a name that only this library knows is left out
+    assert config.speculators_config.verifier.name_or_path == (None if verifier in BUILT_IN else verifier)
     shape = model.shape
     sizes = (layer.hidden_size, layer.num_hidden_layers, layer.head_dim)
     assert sizes == (shape.hidden_size, shape.num_layers, shape.head_dim)
