@@ -7,7 +7,7 @@ process, with an engine that answers at once with canned tokens. The driver is k
 of the shards are made, and started again. In the end every content id must be in exactly one place.
 
 Needs Ray. At full size: 17 GB of disk in `--folder` (a temporary folder by default), removed in the end,
-after an error or SIGTERM too, unless `--keep`.
+after an error or SIGTERM too, unless `--keep`. SIGKILL leaves it, and its driver at work: end that by hand.
 
 The result is one JSON object: `rows` of the source; `ok`, `dead`, `duplicate`, `dropped`, `held_out` which add up to
 them; `kills`; `seconds` from the start of the first driver to the training set (kills and restarts included) and by
@@ -283,6 +283,12 @@ def status_seconds(folder: Path) -> float:
     return time.monotonic() - began
 
 
+def end(number: int, _: object) -> None:
+    """On a signal: end as after an error, which removes what there is; a second signal does not disturb that."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=NUM_ROWS)
@@ -299,7 +305,7 @@ def main() -> None:
     if folder.is_dir() and any(folder.iterdir()):
         parser.error(f"--folder {folder} is not empty")
     folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is below removes what it leaves
+    signal.signal(signal.SIGTERM, end)
     try:
         result = bench(folder.resolve(), arguments.rows, arguments.kills, arguments.actors, arguments.shard_size)
     finally:

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import math
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ from lilicorr.blocks import TrainBatch
 from lilicorr.folder import new_folder
 
 FORMAT = 1
+ARRAYS = {"tokens": np.int32, "mask": np.bool_, "offsets": np.int64, "vocab": np.int32}  # a .npy file each
 LAYOUTS = ("turn", "conversation")
-ARRAYS = ("tokens", "mask", "offsets", "vocab")
 COLUMNS = ["cid", "turn", "prompt_ids", "completion_ids", "finish_reason", "fingerprint"]
 
 
@@ -131,13 +132,13 @@ def _lay_out(
 
     The files are written rather than mapped, so that what is written does not count as this process's memory.
     """
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    offsets = np.zeros(len(lengths) + 1, dtype=ARRAYS["offsets"])
     np.cumsum(lengths, out=offsets[1:])
     total, done, num_supervised = int(offsets[-1]), 0, 0
     present = np.zeros(1, dtype=np.bool_)
     with (
-        _new_array(folder / "tokens.npy", np.int32, total) as tokens,
-        _new_array(folder / "mask.npy", np.bool_, total) as mask,
+        _new_array(folder / "tokens.npy", ARRAYS["tokens"], total) as tokens,
+        _new_array(folder / "mask.npy", ARRAYS["mask"], total) as mask,
     ):
         start = tokens.tell(), mask.tell()
         for shard in shards:
@@ -157,7 +158,7 @@ def _lay_out(
                 present = np.pad(present, (0, max(0, int(ids.max()) + 1 - len(present))))
                 present[ids] = True
     np.save(folder / "offsets.npy", offsets)
-    np.save(folder / "vocab.npy", np.flatnonzero(present).astype(np.int32))
+    np.save(folder / "vocab.npy", np.flatnonzero(present).astype(ARRAYS["vocab"]))
     return {
         "format": FORMAT,
         "rows": len(lengths),
@@ -296,20 +297,23 @@ class TrainingSet:
         try:
             meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
             found = meta.get("format")
-        except (ValueError, AttributeError) as error:
+            if found != FORMAT:
+                raise ValueError(f"format must be {FORMAT}, got {found!r}")
+            counts = [meta[name] for name in ("tokens", "tokens", "rows", "vocabulary")]
+            if not all(type(count) is int for count in counts) or not {"source", "content"} <= meta.keys():
+                raise ValueError("a count is no integer, or source or content is missing")
+        except (ValueError, AttributeError, KeyError) as error:
             raise ValueError(f"{folder / 'meta.json'} is damaged: {error}") from error
-        if found != FORMAT:
-            raise ValueError(f"{folder / 'meta.json'}: format must be {FORMAT}, got {found!r}")
-        sizes = {"tokens": meta["tokens"], "mask": meta["tokens"], "offsets": meta["rows"] + 1}
         arrays = {}
-        for name, size in (sizes | {"vocab": meta["vocabulary"]}).items():
-            path = folder / f"{name}.npy"
+        for (name, kind), count in zip(ARRAYS.items(), counts):
+            path, size = folder / f"{name}.npy", count + (name == "offsets")
             try:
                 arrays[name] = np.load(path, mmap_mode="r")
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
                 raise ValueError(f"{path} is missing or cut off: {error}") from error
-            if arrays[name].shape != (size,):
-                raise ValueError(f"{path} holds {arrays[name].shape} entries, meta.json says {size}")
+            if arrays[name].shape != (size,) or arrays[name].dtype != kind:
+                is_there = f"{arrays[name].shape} entries of {arrays[name].dtype.str}"
+                raise ValueError(f"{path} holds {is_there}, meta.json says {size}, of {np.dtype(kind).str}")
         offsets = np.array(arrays["offsets"])
         if offsets[0] != 0 or offsets[-1] != meta["tokens"] or np.any(np.diff(offsets) < 2):
             raise ValueError(f"{folder / 'offsets.npy'} does not ascend from 0 to {meta['tokens']}")

@@ -64,7 +64,8 @@ class TensorBoard:
 
 def kept_id(path: Path, identity: str) -> str:
     """A tracker's own id of a run, from its file in the run's folder; empty for a folder that has had no such run."""
-    kept, _, own = path.read_text(encoding="utf-8").partition(" ") if path.is_file() else ("", "", "")
+    text = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+    kept, _, own = text.partition(" ")
     return own if kept == identity else ""
 
 
@@ -152,17 +153,28 @@ def open_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
     return trackers
 
 
+def _step_of(line: bytes) -> int | None:
+    """The step of a line of the log; None for one that is no entry."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, IndexError):
+        return None
+    return step if type(step) is int else None
+
+
 class MetricLog:
     """`metrics.jsonl`: one JSON object with a `step` per line, appended; no step stands twice after a resume."""
 
     def __init__(self, path: Path, step: int, trackers: Sequence[Tracker] = ()) -> None:
-        """Open the log for a run that has finished `step` steps: later entries and a torn last line go."""
+        """Open the log for a run that has finished `step` steps: later entries go, and what is none, as a torn line."""
         self.path, self.trackers = path, list(trackers)
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-        whole = [line for line in lines if line.endswith("\n")]
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
-        write_atomic(path, "".join(kept).encode())
+        lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+        steps = [_step_of(line) for line in lines[:-1]]  # what stands behind the last line break is torn
+        if None in steps:
+            logger.warning("%s: %d lines are no entries and are taken out", path, steps.count(None))
+        kept = [line + b"\n" for line, found in zip(lines, steps) if found is not None and found <= step]
+        write_atomic(path, b"".join(kept))
 
     def write(self, values: dict[str, Any]) -> None:
         """Append one entry; its numbers go to the trackers, and what is wrong with the run by them to the log."""

@@ -57,12 +57,12 @@ def regenerate(config: PipelineConfig) -> list[str]:
 
 
 def train(config: PipelineConfig) -> list[str]:
-    """The runs, as soon as `prepare` has said what the target is."""
+    """The runs; their shapes as soon as `prepare` has said what the target is."""
+    from pipelines.runs import check_runs, check_settings  # which need torch
+
     path = config.directory / "prepare" / "target.json"
     if not path.is_file():
-        return problem_of(check_target, config.target)
-    from pipelines.runs import check_runs  # which needs torch
-
+        return [*problem_of(check_target, config.target), *problem_of(check_settings, config.train)]
     return problem_of(check_runs, config, json.loads(path.read_text(encoding="utf-8")))
 
 

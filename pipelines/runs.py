@@ -34,27 +34,32 @@ TRAINING_SET = "training_set"  # folder beside those of the runs
 INITS = ("random", "target")  # of the drafter
 
 
-def check_runs(config: PipelineConfig, described: dict[str, Any]) -> None:
-    """Raise ValueError that names run and field for runs that could not be trained on the `described` target."""
-    train = config.train
-    if not 0 <= described["mask_token_id"] < described["vocab"]:
-        raise ValueError(
-            f"mask token id {described['mask_token_id']} is outside the target's vocabulary of {described['vocab']}"
-        )
+def check_settings(train: TrainConfig) -> None:
+    """Raise ValueError that names run and field for what could be trained on no target."""
     if train.drafter.init not in INITS:
         raise ValueError(f"train.drafter.init must be one of {', '.join(INITS)}, got {train.drafter.init!r}")
     check_precision(train)
     choose_attention(train.attention, torch.device("cuda" if train.gpus_per_worker > 0 else "cpu"))
     check_sharding(train.sharding, train.min_workers or train.num_workers)
     check_trackers(train.trackers)
-    with _named("train.drafter"):
-        captured_layer_ids(train.drafter, described["num_layers"])
     if not train.runs:
         raise ValueError("train.runs is empty: name at least one run")
     before: list[str] = []
     for name in train.runs:
-        _check_settings(train, name, before)
+        _check_run(train, name, before)
         before.append(name)
+
+
+def check_runs(config: PipelineConfig, described: dict[str, Any]) -> None:
+    """Raise ValueError that names run and field for runs that could not be trained on the `described` target."""
+    train = config.train
+    check_settings(train)
+    if not 0 <= described["mask_token_id"] < described["vocab"]:
+        raise ValueError(
+            f"mask token id {described['mask_token_id']} is outside the target's vocabulary of {described['vocab']}"
+        )
+    with _named("train.drafter"):
+        captured_layer_ids(train.drafter, described["num_layers"])
     target = model_config(config.target)
     for name, run_config in train.runs.items():
         with _named(f"train.runs.{name}"):
@@ -68,7 +73,7 @@ def check_runs(config: PipelineConfig, described: dict[str, Any]) -> None:
                 _start_from_target(draft_model, target)
 
 
-def _check_settings(config: TrainConfig, name: str, before: list[str]) -> None:
+def _check_run(config: TrainConfig, name: str, before: list[str]) -> None:
     """Raise ValueError for what is wrong with a run apart from its shape; `before` are the runs in front of it."""
     run_config, where = config.runs[name], f"train.runs.{name}"
     if name == TRAINING_SET or not name.replace("-", "_").isidentifier():

@@ -298,10 +298,12 @@ class Replica:
     def _deliver(self, chunks: list[TokenChunk]) -> None:
         """Count what was committed, then hand it out: who has an answer finds it in the figures."""
         mailboxes = [self._count(chunk) for chunk in chunks]
-        self._snapshot = self._look()
-        for mailbox, chunk in zip(mailboxes, chunks, strict=True):
-            if mailbox is not None:
-                mailbox.put(chunk)
+        try:
+            self._snapshot = self._look()
+        finally:  # whatever becomes of the thread, these answers are made
+            for mailbox, chunk in zip(mailboxes, chunks, strict=True):
+                if mailbox is not None:
+                    mailbox.put(chunk)
 
     def _count(self, chunk: TokenChunk) -> _Mailbox | None:
         """Where the chunk goes; None for a request that was aborted while the engine had the step in flight."""

@@ -32,7 +32,7 @@ def fake(real: stage.Stage) -> stage.Stage:
     def run(config: PipelineConfig) -> dict[str, Any]:
         return steps(real, config)
 
-    return replace(real, run=run, problem=None, sources=None)
+    return replace(real, run=run, problem=None, sources=None, check=None)
 
 
 def steps(real: stage.Stage, config: PipelineConfig) -> dict[str, Any]:

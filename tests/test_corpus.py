@@ -117,7 +117,7 @@ def test_arrays_of_another_set_are_refused(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "a.parquet", [turn("a", i, [1], [2, 3]) for i in range(3)])
     build_training_set([shard], tmp_path / "set", 100, "turn")
     np.save(tmp_path / "set" / "tokens.npy", np.zeros(8, dtype=np.int32))
-    with pytest.raises(ValueError, match=r"tokens.npy holds \(8,\) entries, meta.json says 9"):
+    with pytest.raises(ValueError, match=r"tokens.npy holds \(8,\) entries of <i4, meta.json says 9, of <i4"):
         TrainingSet.open(tmp_path / "set")
     build_training_set([shard], tmp_path / "set", 100, "turn")
     np.save(tmp_path / "set" / "offsets.npy", np.array([0, 6, 3, 9]))

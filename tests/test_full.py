@@ -324,7 +324,7 @@ def test_the_port_is_no_part_of_the_deployed_config_and_status_has_the_endpoint(
 ) -> None:
     """A marker of an older version has the port, which then was part of it."""
     config = PipelineConfig(profile="p", run_dir=str(tmp_path))
-    deployed = replace(find(full.STAGES, "deploy"), run=lambda _: {}, inputs=(), problem=None)
+    deployed = replace(find(full.STAGES, "deploy"), run=lambda _: {}, inputs=(), problem=None, check=None)
     drive_stages([deployed], config)
     marker = read_marker(config, "deploy")
     marker["config"]["deploy.port"] = 21234

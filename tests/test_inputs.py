@@ -49,6 +49,25 @@ def test_what_is_missing_is_named_under_its_stage(tmp_path: Path, capsys: pytest
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("train.trackers=[tensorbord]", "train.trackers must be among tensorboard, "),
+        ("train.precision=float8", "train.precision must be "),
+        ("deploy.api_key_file=none.key", "the key file "),
+    ],
+)
+def test_what_a_later_stage_would_fail_for_is_said_before_the_first_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, problem: str
+) -> None:
+    with pytest.raises(SystemExit):
+        dry(tmp_path, "--set", change)
+    assert problem in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=f"error: {re.escape(problem)}"):
+        main(["--profile", "tiny", "--run-dir", str(tmp_path / "runs"), "--set", change])
+    assert not (tmp_path / "runs" / "tiny" / "prepare").exists()
+
+
 def test_a_stage_whose_inputs_nobody_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         dry(tmp_path, "--from", "train")

@@ -22,6 +22,7 @@ from lilicorr.tracking import (
     WandB,
     alarm,
     check_trackers,
+    kept_id,
     open_trackers,
 )
 
@@ -57,6 +58,18 @@ def test_the_log_is_cut_at_the_restored_step(tmp_path: Path) -> None:
     log.write({"step": 4, "loss": 2.0})
     entries = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4] and entries[-1]["loss"] == 2.0
+
+
+def test_what_is_no_entry_is_taken_out_and_ends_no_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    entries = [b'{"step": 1, "note": "two\xe2\x80\xa8lines"}', b'{"step": 2}', b'{"step": 9}']
+    damaged = [b"", b"null", b"7", b"[]", b"{}", b'{"step": "2"}', b'{"step": NaN}', b'{"step": 2', b"\xff\xfe"]
+    path.write_bytes(b"\n".join([entries[0], *damaged, *entries[1:], b'{"step": 2, "torn": "\xc3']))
+    MetricLog(path, 2)
+    assert path.read_bytes() == b"\n".join([*entries[:2], b""])
+    assert caplog.messages == [f"{path}: {len(damaged)} lines are no entries and are taken out"]
+    (tmp_path / "wandb_run").write_bytes(b"abc \xff\xfe")
+    assert kept_id(tmp_path / "wandb_run", "other") == ""
 
 
 def test_five_metrics_without_a_checkpoint_have_their_steps_in_the_file_and_at_the_tracker(tmp_path: Path) -> None:

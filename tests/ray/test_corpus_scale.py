@@ -145,8 +145,11 @@ def test_a_driver_that_ends_by_itself_is_not_taken_for_one_that_was_killed(
 def test_sigterm_ends_the_bench_and_removes_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def bench(folder: Path, *_: Any) -> None:
         (folder / "corpus").mkdir()
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # again, while it cleans up
 
     monkeypatch.setattr(corpus_scale, "bench", bench)
     monkeypatch.setattr(sys, "argv", ["corpus_scale", "--folder", str(tmp_path / "run")])

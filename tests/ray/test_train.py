@@ -236,7 +236,7 @@ def test_the_training_set_is_built_again_for_other_settings(config: PipelineConf
     assert second["longest_row"] == 20 and second["content"] != first["content"]
 
 
-@pytest.mark.parametrize("harm", ["flipped", "cut", "missing"])
+@pytest.mark.parametrize("harm", ["flipped", "cut", "missing", "empty", "header"])
 @pytest.mark.parametrize("name", ["tokens.npy", "mask.npy", "offsets.npy", "vocab.npy", "meta.json"])
 def test_a_damaged_training_set_is_built_again(config: PipelineConfig, name: str, harm: str) -> None:
     folder = config.directory / "train" / "training_set"
@@ -244,8 +244,10 @@ def test_a_damaged_training_set_is_built_again(config: PipelineConfig, name: str
     path, whole = folder / name, (folder / name).read_bytes()
     if harm == "flipped":
         path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-    elif harm == "cut":
-        path.write_bytes(whole[:-9])
+    elif harm in ("cut", "empty"):
+        path.write_bytes(whole[:-9] if harm == "cut" else b"")
+    elif harm == "header":  # of another byte order, or type; of meta.json a key is lost
+        path.write_bytes(whole.replace(b"<i", b">i").replace(b"|b1", b"|i1").replace(b'"rows"', b'"row"'))
     else:
         path.unlink()
     assert train.ensure_training_set(config).meta == meta and path.read_bytes() == whole

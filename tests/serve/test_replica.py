@@ -15,7 +15,7 @@ from lilicorr.chat import render_prompt
 from lilicorr.decode import SamplingParams
 from lilicorr.engine.pages import PagePool
 from lilicorr.engine.request import Request
-from serve_app.replica import Replica, Ticket
+from serve_app.replica import Replica, ReplicaDeadError, Snapshot, Ticket
 
 
 @pytest.fixture
@@ -94,6 +94,28 @@ def test_who_has_an_answer_finds_it_counted(replica: Replica, engine: EchoEngine
 
     engine.pool = SlowPool(10)
     asyncio.run(run())
+
+
+def test_an_answer_that_is_made_goes_out_even_if_the_thread_dies_in_counting(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = replica._look
+
+    def dies() -> Snapshot:
+        if replica._finished:
+            raise RuntimeError("a bug")
+        return look()
+
+    monkeypatch.setattr(replica, "_look", dies)
+    answers = []
+
+    async def run() -> None:
+        answers.append(await read(replica.submit([echo("a", "hello there")])))
+
+    asyncio.run(run())
+    assert answers == [{0: [*b"hello there", 258]}]
+    with pytest.raises(ReplicaDeadError, match="the decoding thread"):
+        wait_until(lambda: replica.check() is not None)
 
 
 def test_snapshot_shows_who_runs_and_who_waits(replica: Replica, engine: EchoEngine) -> None:
