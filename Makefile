@@ -1,5 +1,5 @@
 # make demo [PROFILE=demo]   set up, run the whole pipeline on a local Ray head, leave the endpoint serving
-# make demo-status           what of it is done, who is at work, and the endpoint
+# make demo-status [PROFILE=demo]  what of it is done, who is at work, and the endpoint
 # make demo-stop             end what `make demo` started
 # make ablations             `make demo` with the runs of Table 11 besides
 # make tables                `make demo` with all seven systems, three seeds, and the paper's tables from them
