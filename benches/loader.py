@@ -71,7 +71,7 @@ def make_set(folder: Path, num_rows: int, max_length: int, seed: int = 0) -> Tra
         file.flush()
     np.save(folder / "offsets.npy", offsets)
     np.save(folder / "vocab.npy", np.arange(VOCAB_SIZE, dtype=np.int32))
-    meta = {"format": FORMAT, "rows": num_rows, "tokens": total, "vocabulary": VOCAB_SIZE}
+    meta = {"format": FORMAT, "rows": num_rows, "tokens": total, "vocabulary": VOCAB_SIZE, "source": "", "content": ""}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     return TrainingSet.open(folder)
 

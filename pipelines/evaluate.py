@@ -138,13 +138,20 @@ def measure_systems(config: PipelineConfig, make_system: MakeSystem) -> dict[str
         measure(f"sampled_{seed}.json", replace(settings, temperature=settings.sampled_temperature, seed=seed))
         for seed in settings.sampled_seeds
     ]
-    write_sampled(folder / "sampled.json", results, sampled, config)
+    checkpoints = {system: identity[system] for system in draft_models}
+    write_sampled(folder / "sampled.json", results, sampled, checkpoints, config)
     for plot in draw_plots(folder, config.directory / "train", config.train.runs):
         logger.info("drew %s", plot)
     return {"tau": {name: {s: v["tau"] for s, v in by_set.items()} for name, by_set in results["systems"].items()}}
 
 
-def write_sampled(path: Path, greedy: dict[str, Any], sampled: list[dict[str, Any]], config: PipelineConfig) -> None:
+def write_sampled(
+    path: Path,
+    greedy: dict[str, Any],
+    sampled: list[dict[str, Any]],
+    checkpoints: dict[str, Any],
+    config: PipelineConfig,
+) -> None:
     """Write figures over the seeds, marked with the results they were made from and the greedy ones they belong to.
 
     Without seeds nothing is written, and figures that belong to other greedy results are removed.
@@ -158,7 +165,7 @@ def write_sampled(path: Path, greedy: dict[str, Any], sampled: list[dict[str, An
             for name, values in greedy["sets"].items()
         }
         figures = {"seeds": list(config.evaluate.sampled_seeds), "systems": over_seeds(sampled), "sets": sets}
-        write_json(path, {**figures, "provenance": provenance(config)})
+        write_json(path, {**figures, "checkpoints": checkpoints, "provenance": provenance(config)})
     elif path.is_file() and (problem := stale(json.loads(path.read_text(encoding="utf-8")), greedy)):
         logger.info("removed %s: %s", path, problem)
         path.unlink()

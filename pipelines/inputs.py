@@ -57,11 +57,13 @@ def regenerate(config: PipelineConfig) -> list[str]:
 
 
 def train(config: PipelineConfig) -> list[str]:
-    """The runs; their shapes as soon as `prepare` has said what the target is."""
+    """The runs; their shapes where `prepare` has said what the target is and will not say it again."""
+    from pipelines.full import STAGES
     from pipelines.runs import check_runs, check_settings  # which need torch
+    from pipelines.stage import decide, find
 
     path = config.directory / "prepare" / "target.json"
-    if not path.is_file():
+    if decide(find(STAGES, "prepare"), config).runs or not path.is_file():
         return [*problem_of(check_target, config.target), *problem_of(check_settings, config.train)]
     return problem_of(check_runs, config, json.loads(path.read_text(encoding="utf-8")))
 

@@ -239,12 +239,12 @@ def drive(stages: Sequence[Stage], config: PipelineConfig, forced: Sequence[str]
     """Run the stages in order under the lock of the run directory, skipping what is done.
 
     The resolved config is printed and saved first. Raises LockedError while another driver is at work, and ValueError
-    before anything runs for what a stage that was never finished would fail for.
+    before anything runs for what one of the stages to run would fail for.
     """
     with Lock(config.directory / LOCK):
         save_config(config)
-        for stage in stages:
-            if stage.check and read_marker(config, stage.name) is None and (problems := stage.check(config)):
+        for stage, decision in zip(stages, plan(stages, config, forced), strict=True):
+            if decision.runs and stage.check and (problems := stage.check(config)):
                 raise ValueError("; ".join(problems))
         decisions = []
         for index, stage in enumerate(stages, start=1):

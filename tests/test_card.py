@@ -27,6 +27,7 @@ from lilicorr.target import Target
 from test_checkpoint_command import command
 from test_convert import make
 
+NAMED = "--target Qwen/Qwen3-8B --revision abc123"
 INFO = {
     "target": {
         "source": "Qwen/Qwen3-8B",
@@ -77,7 +78,8 @@ def test_the_card_says_what_it_is_for_whom_and_how_to_serve_it(target: Target) -
         assert row in card, row
     assert "| reasoning | off: trained on answers without reasoning" in card and "logit_scale 8.0" in card
     settings = '{"method": "dflash", "model": "CHECKPOINT", "num_speculative_tokens": 4}'
-    assert f"vllm serve Qwen/Qwen3-8B --speculative-config '{settings}'" in card
+    assert f"vllm serve Qwen/Qwen3-8B --revision abc123 --speculative-config '{settings}'" in card
+    assert "--model-path Qwen/Qwen3-8B --revision abc123 --speculative-draft-model-path" in card
     assert "--speculative-algorithm DFLASH --speculative-num-draft-tokens 5" in card
     assert "serve run serve_app.app:build_app checkpoint=CHECKPOINT target=Qwen/Qwen3-8B" in card
     assert "CONVERTED" not in card and card.count("the name of this folder on a hub") == 2
@@ -87,6 +89,7 @@ def test_the_card_says_what_it_is_for_whom_and_how_to_serve_it(target: Target) -
 def test_what_is_unknown_is_left_out_and_what_no_server_reads_is_said(target: Target) -> None:
     card = card_of(target, NATIVE, "lilicorr", {})
     assert "Training" not in card and "reasoning" not in card and "base_model" not in card and "None" not in card
+    assert "--revision" not in card and "rows" not in card_of(target, NATIVE, "lilicorr", {"corpus": {"rows": 9}})
     folder = card_of(target, NATIVE, "argmax", {"target": "./models/mine"})
     assert "base_model" not in folder and "# DFlash draft model for ./models/mine" in folder
     domino = card_of(target, "domino", "domino", {})
@@ -108,10 +111,10 @@ def test_what_is_unknown_is_left_out_and_what_no_server_reads_is_said(target: Ta
         ("zlab", "argmax", []),
         ("zlab_old", "argmax", []),
         (NATIVE, "dspark", []),
-        ("specforge_old", "dspark", ["vllm --target Qwen/Qwen3-8B", "sglang --target Qwen/Qwen3-8B"]),
+        ("specforge_old", "dspark", [f"vllm {NAMED}", f"sglang {NAMED}"]),
         ("specforge_old", "domino", ["sglang"]),
         (SPECULATORS, "argmax", ["sglang"]),
-        (SPECULATORS, "dspark", ["sglang --target Qwen/Qwen3-8B"]),
+        (SPECULATORS, "dspark", [f"sglang {NAMED}"]),
     ],
 )
 def test_the_card_gives_commands_that_take_its_folder(
@@ -165,7 +168,7 @@ def test_a_target_that_only_this_library_knows_is_a_folder_for_the_others(target
         ('{"systems": {"lilicorr": {"aime": {}}}}', "field tau of lilicorr on aime is missing"),
         (
             '{"systems": {"lilicorr": {"aime": {"tau": "3"}}}}',
-            "field tau of lilicorr on aime must be a number, got '3'",
+            "field tau of lilicorr on aime must be a number of at least 0, got '3'",
         ),
         (
             '{"systems": {"lilicorr": {"aime": {"tau": 3, "tau_ci95": [1]}}}}',

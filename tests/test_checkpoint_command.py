@@ -85,7 +85,11 @@ def test_convert_takes_no_half_of_another_target(
 ) -> None:
     """Revision and hashes belong to the name: under another one, or another revision, they are the given target's."""
     target.tokenizer = byte_tokenizer()
-    monkeypatch.setattr("lilicorr.checkpoint.__main__.load_target", lambda config: target)
+    asked: list[tuple[str, str | None]] = []
+    monkeypatch.setattr(
+        "lilicorr.checkpoint.__main__.load_target",
+        lambda config: asked.append((config.source, config.revision)) or target,
+    )
     before = {"source": "a/target", "revision": "abc", "tokenizer_hash": "beef", "template_hash": "f00d"}
     write_checkpoint(tmp_path / "own", replace(make(target, NATIVE, "argmax"), info={"target": before}))
 
@@ -104,6 +108,18 @@ def test_convert_takes_no_half_of_another_target(
     assert newer["revision"] == "def" and newer["model_type"] == "qwen3"
     assert all(len(newer[f"{name}_hash"]) == 64 for name in ("tokenizer", "template"))
     assert named("b/target")["revision"] is None
+    # tables of the revision that it was trained for, unless another one is asked for
+    names, revisions = ["a/target", "b/target", "a/target", "a/target", "b/target"], ["abc", "def", "def", "abc", None]
+    assert asked == list(zip(names, revisions, strict=True))
+
+
+@pytest.mark.parametrize(("option", "other"), [("--revision", "--target"), ("--system", "--results")])
+def test_an_option_of_another_one_is_not_passed_over(
+    option: str, other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command("convert", tmp_path, tmp_path / "no", "--to", "vllm", option, "x")
+    assert f"{option} is of {other}, which is not given" in capsys.readouterr().err
 
 
 def test_the_mask_token_of_the_checkpoint_settles_the_targets(

@@ -45,21 +45,24 @@ def test_a_row_costs_its_tokens_and_its_anchors() -> None:
     ]
 
 
-def test_workers_are_equally_busy_with_rows_of_mixed_lengths(tmp_path: Path) -> None:
-    """64 rows like the paper's for 32 workers: the busiest has at most a fifth more than an even share."""
+@pytest.mark.parametrize(("num_workers", "usual", "most"), [(32, 1.2, 1.35), (16, 1.08, 1.15)])
+def test_workers_are_equally_busy_with_rows_of_mixed_lengths(
+    tmp_path: Path, num_workers: int, usual: float, most: float
+) -> None:
+    """64 rows like the paper's: how much more than an even share the busiest has. Dealt by tokens it is 1.15 of 16."""
     training_set = make_set(tmp_path, 64 * 20, 3072)
     busiest = []
     for step in range(20):
         rows = list(range(64 * step, 64 * (step + 1)))
         costs = dict(zip(rows, row_costs(training_set, rows, MAX_ANCHORS)))
         loads = []
-        for rank in range(32):
-            own = [row for part, _ in deal_rows(rows, list(costs.values()), 1, rank, 32) for row in part]
-            assert len(own) == 2
+        for rank in range(num_workers):
+            own = [row for part, _ in deal_rows(rows, list(costs.values()), 1, rank, num_workers) for row in part]
+            assert len(own) == 64 / num_workers
             loads.append(sum(costs[row] for row in own))
         assert sum(loads) == sum(costs.values())
         busiest.append(max(loads) / np.mean(loads))
-    assert np.mean(busiest) < 1.2 and max(busiest) < 1.35
+    assert np.mean(busiest) < usual and max(busiest) < most
 
 
 @pytest.mark.parametrize(("even", "size"), [(False, 2), (True, 2), (True, 1)])

@@ -123,6 +123,8 @@ def test_the_stage_decodes_again_for_every_seed(trained: PipelineConfig, monkeyp
     assert stage.measure(seeded)["tau"] == summary["tau"]
     spread = json.loads((config.directory / "evaluate" / "sampled.json").read_text())
     assert spread["seeds"] == [1, 2] and "drawn" in spread["systems"]
+    greedy = json.loads((config.directory / "evaluate" / "results.json").read_text())["checkpoints"]
+    assert greedy and greedy.items() <= spread["checkpoints"].items() and spread["checkpoints"].keys() - greedy.keys()
     taus = []
     for seed in (1, 2):
         one = json.loads((config.directory / "evaluate" / f"sampled_{seed}.json").read_text())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from lilicorr.blocks import TrainBatch
 from lilicorr.checkpoint import read_checkpoint, save_draft_model, write_checkpoint
 from lilicorr.config import DrafterConfig, RunConfig, TrainConfig, YarnConfig, fingerprint
 from lilicorr.corpus import Sampler, TrainingSet, build_training_set
+from lilicorr.deal import deal_rows, row_costs
 from lilicorr.decode import Decoder, SamplingParams
 from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
@@ -153,6 +154,22 @@ def test_ranks_change_nothing(tmp_path: Path, tiny_target: Target, target_factor
             assert (found["gradient"] - trainer.gradient).abs().max() < 1e-12
             assert without_time(found["metrics"]) == pytest.approx(without_time(metrics), abs=1e-9)
             assert found["metrics"]["blocks"] == metrics["blocks"] > 0
+
+
+def test_rows_are_dealt_by_their_costs(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    training_set = make_set(tmp_path)
+    trainer = make_trainer(tiny_target, training_set)
+    dealt: list[tuple[list[int], list[int]]] = []
+
+    def deal(rows: list[int], costs: list[int], *more: int, **how: bool) -> Iterator[tuple[list[int], bool]]:
+        dealt.append((rows, costs))
+        return deal_rows(rows, costs, *more, **how)
+
+    monkeypatch.setattr(training, "deal_rows", deal)
+    trainer.step(0)
+    ((rows, costs),) = dealt
+    assert costs == row_costs(training_set, rows, trainer.config.max_anchors) and len(set(costs)) > 1
+    assert costs != [int(training_set.lengths[row]) for row in rows]
 
 
 def test_start_from_takes_the_drafter_and_nothing_else(tmp_path: Path, target_factory: MakeTarget) -> None:

@@ -27,7 +27,7 @@ from lilicorr.checkpoint.field import read_json
 from lilicorr.checkpoint.fit import readers_of
 from lilicorr.checkpoint.format import FORMATS, NATIVE, SPECULATORS, TABLES, problem, with_tables
 from lilicorr.checkpoint.hub import push_to_hub
-from lilicorr.checkpoint.info import taus_of
+from lilicorr.checkpoint.info import INFO, read_info, taus_of
 from lilicorr.checkpoint.store import Checkpoint, mask_token, read_checkpoint, write_checkpoint
 from lilicorr.config import TARGET_DTYPES, TargetConfig
 from lilicorr.heads import HEADS
@@ -118,6 +118,12 @@ def _with_target(
     return replace(checkpoint, info=info, tables=tables)
 
 
+def trained_revision(folder: Path, name: str) -> str | None:
+    """The revision of the target `name` that the checkpoint says it was trained for, None where it says none."""
+    target = read_info(folder).get("target") if (folder / INFO).is_file() else None
+    return target.get("revision") if isinstance(target, dict) and target.get("source") == name else None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lilicorr.checkpoint", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -141,7 +147,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; what is wrong with its files, its target or the hub becomes one message."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    for name, other in (("revision", "target"), ("system", "results")):
+        if getattr(options, name, None) is not None and getattr(options, other) is None:
+            parser.error(f"--{name} is of --{other}, which is not given")
     try:
         if options.command == "push":
             print(push_to_hub(options.folder, options.repository, options.private))
@@ -149,7 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         target = None
         if options.target is not None:
             folder = options.folder if options.command == "inspect" else options.source
-            config = TargetConfig(options.target, options.revision, weight_type(folder), mask_token(folder))
+            revision = options.revision or trained_revision(folder, options.target)
+            config = TargetConfig(options.target, revision, weight_type(folder), mask_token(folder))
             target = load_target(config)
         if options.command == "inspect":
             for name, value in inspect(options.folder, target).items():

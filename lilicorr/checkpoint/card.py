@@ -101,7 +101,9 @@ def _training(info: dict[str, Any]) -> dict[str, Any]:
         for name, value in {
             "run": info.get("run"),
             "corpus, fingerprint": corpus.get("fingerprint"),
-            "corpus": f"{corpus['rows']:,} rows, {corpus['tokens']:,} tokens" if "rows" in corpus else None,
+            "corpus": f"{corpus['rows']:,} rows, {corpus['tokens']:,} tokens"
+            if None not in (corpus.get("rows"), corpus.get("tokens"))
+            else None,
             "continued from": info.get("start_from"),
             "optimizer steps": info.get("steps"),
             "blocks seen": f"{info['num_blocks']:,}" if info.get("num_blocks") else None,
@@ -132,7 +134,8 @@ def _serving(description: Description, info: dict[str, Any], readers: Collection
     source = target.get("source") or TARGET
     model = TARGET if source in BUILT_IN else source  # a name that other projects know
     here = f"serve run serve_app.app:build_app checkpoint=CHECKPOINT target={source} 'template_kwargs={kwargs}'"
-    if target.get("revision"):
+    revision = f" --revision {target['revision']}" if target.get("revision") else ""
+    if revision:
         here += f" target_revision={target['revision']}"
     if description.dtype == "bfloat16":  # of a GPU; the application takes a CPU in fp32 unless told otherwise
         here += " target_dtype=bfloat16 gpus=1"
@@ -143,14 +146,14 @@ def _serving(description: Description, info: dict[str, Any], readers: Collection
     for server, name in (("vLLM", VLLM), ("SGLang", SGLANG)):
         why = problem(name, description)
         if name in readers:
-            command = _command(name, model, "CHECKPOINT", description)
+            command = _command(name, model + revision, "CHECKPOINT", description)
             lines += [f"{server}, which also takes the name of this folder on a hub:", "", f"    {command}", ""]
         elif why is not None:
             lines += [f"Not {server}: {why}.", ""]
         else:
-            tables = f" --target {source}" if with_tables(name, description.head) else ""
+            tables = f" --target {source}{revision}" if with_tables(name, description.head) else ""
             convert = f"python -m lilicorr.checkpoint convert CHECKPOINT CONVERTED --to {name}{tables}"
-            command = _command(name, model, "CONVERTED", description)
+            command = _command(name, model + revision, "CONVERTED", description)
             lines += [f"{server}, which reads a copy in its own spelling, CONVERTED:", ""]
             lines += [f"    {convert}", f"    {command}", ""]
     return "\n".join(lines).rstrip()
@@ -164,7 +167,7 @@ def _where(source: str) -> str:
 
 
 def _command(server: str, model: str, checkpoint: str, description: Description) -> str:
-    """What starts a server with this draft model for the target `model`."""
+    """What starts a server with this draft model for the target `model`, its revision behind it."""
     settings = speculative_config(description, checkpoint)
     if server == VLLM:
         return f"vllm serve {model} --speculative-config '{json.dumps(settings)}'"

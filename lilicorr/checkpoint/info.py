@@ -6,6 +6,7 @@ it names against the one that is served. What is printed is checked here, so tha
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,32 @@ def _check_kinds(path: Path, info: dict[str, Any]) -> None:
     source = target_of(info).get("source")
     if not isinstance(source, str | None):
         raise ValueError(f"{path}: field target.source must be a text, got {source!r}")
-    object_at(path, info, "template_kwargs")
+    thinking = object_at(path, info, "template_kwargs").get("enable_thinking")
+    if not isinstance(thinking, bool | None):
+        raise ValueError(f"{path}: field template_kwargs.enable_thinking must be true or false, got {thinking!r}")
     corpus = object_at(path, info, "corpus")
-    _check_numbers(path, info, "num_blocks", "loss", "tau")
-    _check_numbers(path, corpus, "rows", "tokens")
+    _check_numbers(path, info, "num_blocks", kind=int)
+    _check_numbers(path, info, "loss", "tau")
+    _check_numbers(path, corpus, "rows", "tokens", kind=int)
     taus = object_at(path, info, "taus")
     for name in taus:
         _check_row(path, object_at(path, taus, name), name)
 
 
-def _check_numbers(path: Path, values: dict[str, Any], *names: str, where: str = "") -> None:
+def _check_numbers(
+    path: Path, values: dict[str, Any], *names: str, where: str = "", kind: type[int] | type[float] = float
+) -> None:
+    """Refuse what is none of the numbers that a measurement or a count can give."""
     for name in names:
-        if not isinstance(values.get(name), int | float | None):
-            raise ValueError(f"{path}: field {name}{where} must be a number, got {values[name]!r}")
+        value = values.get(name)
+        if value is not None and not _is_number(value, kind):
+            wanted = "an integer" if kind is int else "a number"
+            raise ValueError(f"{path}: field {name}{where} must be {wanted} of at least 0, got {value!r:.40}")
+
+
+def _is_number(value: Any, kind: type[int] | type[float]) -> bool:
+    """Whether it is finite and at least 0; a boolean is none, an integer is of either kind."""
+    return type(value) in (int, kind) and 0 <= value < sys.float_info.max
 
 
 def _check_row(path: Path, row: dict[str, Any], where: str) -> None:
@@ -81,7 +95,7 @@ def _check_row(path: Path, row: dict[str, Any], where: str) -> None:
     _check_numbers(path, row, "tau", "speedup", "temperature", where=f" of {where}")
     interval = row.get("ci95")
     if interval is not None and not (
-        isinstance(interval, list) and len(interval) == 2 and all(isinstance(end, int | float) for end in interval)
+        isinstance(interval, list) and len(interval) == 2 and all(_is_number(end, float) for end in interval)
     ):
         raise ValueError(f"{path}: the interval of {where} must be two numbers, got {interval!r}")
 
