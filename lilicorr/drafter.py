@@ -66,7 +66,7 @@ def captured_layer_ids(config: DrafterConfig, num_target_layers: int) -> tuple[i
     """
     ids, number = config.target_layer_ids, config.num_captured_layers
     if ids is None:
-        return default_layer_ids(num_target_layers, number or config.num_layers)
+        return default_layer_ids(num_target_layers, config.num_layers if number is None else number)
     check_layer_ids(ids)
     if ids[-1] >= num_target_layers:
         raise ValueError(f"target_layer_ids {list(ids)} are past the target's {num_target_layers} layers")

@@ -236,7 +236,7 @@ def default_layer_ids(num_target_layers: int, num_captured: int) -> tuple[int, .
         return (num_target_layers // 2,)
     span = num_target_layers - 4
     ids = tuple(round(1 + i * span / (num_captured - 1)) for i in range(num_captured))
-    if len(set(ids)) < num_captured or ids[0] < 0:
+    if list(ids) != sorted(set(ids)) or ids[0] < 0:
         raise ValueError(f"{num_captured} distinct layers cannot be captured from {num_target_layers}: {ids}")
     return ids
 

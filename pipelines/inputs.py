@@ -57,15 +57,15 @@ def regenerate(config: PipelineConfig) -> list[str]:
 
 
 def train(config: PipelineConfig) -> list[str]:
-    """The runs; their shapes where `prepare` has said what the target is and will not say it again."""
-    from pipelines.full import STAGES
+    """The runs; their shapes where `prepare` has said what this target is."""
     from pipelines.runs import check_runs, check_settings  # which need torch
-    from pipelines.stage import decide, find
 
-    path = config.directory / "prepare" / "target.json"
-    if decide(find(STAGES, "prepare"), config).runs or not path.is_file():
-        return [*problem_of(check_target, config.target), *problem_of(check_settings, config.train)]
-    return problem_of(check_runs, config, json.loads(path.read_text(encoding="utf-8")))
+    path, target = config.directory / "prepare" / "target.json", config.target
+    described = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"source": ""}
+    named = None if target.path is not None else target.source  # of a folder it keeps no name
+    if described["source"] != named or target.mask_token_id not in (None, described["mask_token_id"]):
+        return [*problem_of(check_target, target), *problem_of(check_settings, config.train)]
+    return problem_of(check_runs, config, described)
 
 
 def evaluate(config: PipelineConfig) -> list[str]:

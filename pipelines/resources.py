@@ -6,6 +6,7 @@ Place in the flow: `regenerate`, `train` and `evaluate` ask before they start an
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 
@@ -40,10 +41,16 @@ def declared_maximum() -> dict[str, float]:
     text = os.environ.get(MAXIMUM_VARIABLE, "")
     if not text:
         return {}
-    try:
-        return {name: float(amount) for name, amount in (part.split("=") for part in text.split(","))}
-    except ValueError as error:
-        raise ValueError(f"{MAXIMUM_VARIABLE} must be like CPU=768,GPU=32, got {text!r}") from error
+    found: dict[str, float] = {}
+    for name, _, amount in (part.partition("=") for part in text.split(",")):
+        try:
+            name, number = name.strip(), float(amount)
+        except ValueError:
+            number = math.nan
+        if not name or name in found or not 0 <= number < math.inf:
+            raise ValueError(f"{MAXIMUM_VARIABLE} must be like CPU=768,GPU=32, got {text!r}")
+        found[name] = number
+    return found
 
 
 @contextlib.contextmanager

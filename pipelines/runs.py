@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lilicorr.block_mask import choose_attention
+from lilicorr.blocks import check_layer_ids
 from lilicorr.checkpoint import check_same_drafter, read_fields
 from lilicorr.config import PipelineConfig, RunConfig, TrainConfig, from_dict
 from lilicorr.corpus import Sampler
@@ -42,6 +43,9 @@ def check_settings(train: TrainConfig) -> None:
     choose_attention(train.attention, torch.device("cuda" if train.gpus_per_worker > 0 else "cpu"))
     check_sharding(train.sharding, train.min_workers or train.num_workers)
     check_trackers(train.trackers)
+    if train.drafter.target_layer_ids is not None:
+        with _named("train.drafter"):
+            check_layer_ids(train.drafter.target_layer_ids)
     if not train.runs:
         raise ValueError("train.runs is empty: name at least one run")
     before: list[str] = []

@@ -41,6 +41,8 @@ def test_convert_and_inspect_on_the_command_line(
     command("convert", tmp_path / "vllm", tmp_path / "back", "--to", "native")
     for path in (tmp_path / "own").iterdir():
         assert path.read_bytes() == (tmp_path / "back" / path.name).read_bytes(), path.name
+    said = [f"{tmp_path / form} is a copy in the format {to}" for form, to in (("vllm", "vllm"), ("back", "native"))]
+    assert capsys.readouterr().out.splitlines() == said
 
     command("inspect", tmp_path / "own")
     shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())

@@ -225,6 +225,10 @@ def test_the_published_yarn_figures():
 
 def test_the_captured_layers_are_those_that_are_set():
     assert captured_layer_ids(DrafterConfig(num_layers=2), 6) == (1, 3)
+    with pytest.raises(ValueError, match="2 distinct layers cannot be captured from 2"):  # not of a field nobody set
+        captured_layer_ids(DrafterConfig(num_layers=2), 2)
+    with pytest.raises(ValueError, match="must read at least 1 layer of the target, got 0"):
+        captured_layer_ids(DrafterConfig(num_captured_layers=0), 6)
     assert captured_layer_ids(DrafterConfig(num_layers=2, target_layer_ids=(0, 2, 5)), 6) == (0, 2, 5)
     for config, message in (
         (DrafterConfig(target_layer_ids=(2, 6)), r"target_layer_ids \[2, 6\] are past the target's 6 layers"),

@@ -10,6 +10,7 @@ import pytest
 
 from lilicorr import smollm2
 from lilicorr.config import PipelineConfig, from_dict
+from lilicorr.provenance import write_json
 from pipelines import fetch, inputs
 from pipelines.full import STAGES, main
 
@@ -53,6 +54,10 @@ def test_what_is_missing_is_named_under_its_stage(tmp_path: Path, capsys: pytest
     ("change", "problem"),
     [
         ("train.trackers=[tensorbord]", "train.trackers must be among tensorboard, "),
+        (
+            "train.drafter.target_layer_ids=[1, 0]",
+            "train.drafter: target_layer_ids must be ascending, distinct and >= 0",
+        ),
         ("train.precision=float8", "train.precision must be "),
         ("deploy.api_key_file=none.key", "the key file "),
     ],
@@ -66,6 +71,26 @@ def test_what_a_later_stage_would_fail_for_is_said_before_the_first_one(
     with pytest.raises(SystemExit, match=f"error: {re.escape(problem)}"):
         main(["--profile", "tiny", "--run-dir", str(tmp_path / "runs"), "--set", change])
     assert not (tmp_path / "runs" / "tiny" / "prepare").exists()
+
+
+def test_runs_are_not_held_against_the_target_of_before(tmp_path: Path) -> None:
+    """`prepare` runs again for another target, and only then says what that is."""
+    values = {"profile": "p", "run_dir": str(tmp_path), "target": {"source": "embedded"}}
+    values |= {
+        "train": {
+            "drafter": {"target_layer_ids": [1, 3], "num_layers": 2},
+            "runs": {"dflash": {"head": "argmax", "steps": 1}},
+        }
+    }
+    config = from_dict(PipelineConfig, values)
+    write_json(
+        config.directory / "prepare" / "target.json",
+        {"source": "random", "num_layers": 2, "mask_token_id": 5, "vocab": 9},
+    )
+    assert inputs.train(config) == []
+    before = replace(config, target=replace(config.target, source="random"))
+    assert inputs.train(before) == ["train.drafter: target_layer_ids [1, 3] are past the target's 2 layers"]
+    assert inputs.train(replace(before, target=replace(before.target, mask_token_id=6))) == []
 
 
 def test_a_stage_whose_inputs_nobody_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ def test_a_cluster_that_is_too_small_is_named(cluster: pytest.MonkeyPatch) -> No
 def test_what_the_cluster_file_lets_an_autoscaler_add_counts(cluster: pytest.MonkeyPatch) -> None:
     """From no nodes at all, up to the last GPU and no further."""
     cluster.setattr("ray.cluster_resources", lambda: {"memory": 1e9})
-    cluster.setenv(MAXIMUM_VARIABLE, "CPU=704,GPU=32")
+    cluster.setenv(MAXIMUM_VARIABLE, "CPU=704, GPU =32")
     check_resources(32, "workers", {"CPU": 1.0, "GPU": 1.0}, "train.num_workers")
     with pytest.raises(ValueError, match=r"33 workers of 1 GPU each need 33 GPU, the cluster has 32; lower train\.num"):
         check_resources(33, "workers", {"CPU": 1.0, "GPU": 1.0}, "train.num_workers")
@@ -41,7 +41,10 @@ def test_what_a_platform_has_reported_to_ray_counts(cluster: pytest.MonkeyPatch)
     check_resources(8, "workers", {"CPU": 1.0, "GPU": 1.0}, "train.num_workers")
 
 
-@pytest.mark.parametrize("text", ["CPU", "CPU=many", "CPU=1=2", "CPU=1,"])
+@pytest.mark.parametrize(
+    "text",
+    ["CPU", "CPU=many", "CPU=1=2", "CPU=1,", "=5", "CPU=nan", "CPU=inf", "CPU=-5", "CPU=4,CPU=8", "CPU=4, CPU=8"],
+)
 def test_a_maximum_that_cannot_be_read_is_named(cluster: pytest.MonkeyPatch, text: str) -> None:
     cluster.setenv(MAXIMUM_VARIABLE, text)
     with pytest.raises(ValueError, match="LILICORR_MAX_RESOURCES must be like CPU=768,GPU=32, got '" + text):

@@ -168,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             named = (options.target, options.revision)
             convert(options.source, options.destination, options.to, target, *named, options.results, options.system)
+            print(f"{options.destination} is a copy in the format {options.to}")
     except (ValueError, OSError, SafetensorError) as error:  # transformers' own are OSErrors, a full disk is either
         raise SystemExit(f"error: {error}") from error
 
