@@ -39,6 +39,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from benches.corpus import NUM_ROWS, Replay, make_corpus
+from benches.options import positive
 from lilicorr.config import PipelineConfig, load_profile
 from lilicorr.provenance import provenance, write_json
 
@@ -291,10 +292,10 @@ def end(number: int, _: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=NUM_ROWS)
+    parser.add_argument("--rows", type=positive, default=NUM_ROWS)
     parser.add_argument("--kills", type=float, nargs="*", default=[0.5, 0.9], help="shares of the shards, in (0, 1)")
-    parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--shard-size", type=int, default=2048)
+    parser.add_argument("--actors", type=positive, default=2)
+    parser.add_argument("--shard-size", type=positive, default=2048)
     parser.add_argument("--folder", type=Path, help="a new folder for everything that is written")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--keep", action="store_true", help="leave the folder")
@@ -302,6 +303,8 @@ def main() -> None:
     if not all(0 < share < 1 for share in arguments.kills):
         parser.error(f"--kills are shares between 0 and 1, got {arguments.kills}")
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="corpus-scale-"))
+    if folder.exists() and not folder.is_dir():
+        parser.error(f"--folder {folder} is a file")
     if folder.is_dir() and any(folder.iterdir()):
         parser.error(f"--folder {folder} is not empty")
     folder.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from benches.corpus import ANSWER_SPREAD, ANSWER_TOKENS, MAX_TURNS, SPLITS
+from benches.options import positive
 from benches.timing import RowFile
 from lilicorr.generator import Completion, DialogueSettings, regenerate_groups
 from lilicorr.prompts import Conversation
@@ -256,9 +257,9 @@ def draw(traces: dict[str, Trace], places: int, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--slots", type=int, default=64, help="requests that an engine decodes at once")
-    parser.add_argument("--shards", type=int, default=84, help="of eight conversations for each slot")
+    parser.add_argument("--engines", type=positive, default=4)
+    parser.add_argument("--slots", type=positive, default=64, help="requests that an engine decodes at once")
+    parser.add_argument("--shards", type=positive, default=84, help="of eight conversations for each slot")
     parser.add_argument("--output", type=Path, help="a .jsonl file that the rows are appended to")
     parser.add_argument("--plot", type=Path, help="a picture")
     arguments = parser.parse_args()

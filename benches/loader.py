@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from benches.corpus import ANSWER_SPREAD, ANSWER_TOKENS, NUM_ROWS
+from benches.options import positive
 from benches.timing import RowFile
 from lilicorr.anchors import choose_anchors
 from lilicorr.config import TrainConfig
@@ -126,15 +127,15 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=200_000, help="of the training set; 5 KB of disk each")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--rows", type=positive, default=200_000, help="of the training set; 5 KB of disk each")
+    parser.add_argument("--steps", type=positive, default=STEPS)
+    parser.add_argument("--micro-batch-size", type=positive, default=1)
     parser.add_argument("--folder", type=Path, help="where a folder for the set is made, and removed in the end")
     parser.add_argument("--output", type=Path, help="a .jsonl file that the rows are appended to")
     arguments = parser.parse_args()
     config = TrainConfig(micro_batch_size=arguments.micro_batch_size)
-    if arguments.rows < 1 or arguments.steps < 1:
-        parser.error(f"--rows and --steps must be at least 1, got {arguments.rows} and {arguments.steps}")
+    if arguments.folder is not None and not arguments.folder.is_dir():
+        parser.error(f"--folder {arguments.folder} is no folder")
     with tempfile.TemporaryDirectory(prefix="loader-", dir=arguments.folder) as folder:
         bench(Path(folder), arguments.rows, arguments.steps, config, RowFile(arguments.output))
 

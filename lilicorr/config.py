@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import types
 import typing
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class TargetConfig:
     @property
     def path(self) -> Path | None:
         """The folder that `source` names by its path; None for a built-in target and for a name that has no folder."""
-        path = Path(self.source).expanduser()
+        path = Path(os.path.expanduser(self.source))
         looks_like_path = self.source.startswith((".", "/", "~")) or self.source.count("/") > 1
         return path if self.source not in BUILT_IN and (looks_like_path or path.is_dir()) else None
 

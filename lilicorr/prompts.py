@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -272,14 +273,14 @@ def _source_rows(config: PromptConfig, dropped: Counter[str]) -> Iterator[tuple[
     elif config.source == "packages":
         from lilicorr import packages
 
-        folder = Path(config.data_dir).expanduser() if config.data_dir else None
+        folder = Path(os.path.expanduser(config.data_dir)) if config.data_dir else None
         counts: Counter[str] = Counter()
         yield from ((row, None) for row in packages.iter_package_rows(folder, counts))
         dropped.update({name: count for name, count in counts.items() if name.startswith("dropped_")})
     elif config.source == "nemotron_v2":
         yield from ((row, None) for row in _nemotron_rows(config.data_dir))
     else:
-        for file in corpus_files(Path(config.source).expanduser()):
+        for file in corpus_files(Path(os.path.expanduser(config.source))):
             yield from (({"source": file.stem, **row}, None) for row in iter_rows(file))
 
 
@@ -301,7 +302,7 @@ def source_files(config: PromptConfig) -> list[Path]:
     """
     if config.source == "nemotron_v2":
         return _nemotron_files(config.data_dir)
-    return [] if config.source in NAMED_SOURCES else corpus_files(Path(config.source).expanduser())
+    return [] if config.source in NAMED_SOURCES else corpus_files(Path(os.path.expanduser(config.source)))
 
 
 def _nemotron_files(data_dir: str | None) -> list[Path]:
@@ -315,7 +316,7 @@ def _nemotron_files(data_dir: str | None) -> list[Path]:
             f"nvidia/Nemotron-Post-Training-Dataset-v2 {patterns} --local-dir DIR` (`huggingface-cli download` in "
             "older versions), and pass `--set prompts.data_dir=DIR`."
         )
-    files = corpus_files(Path(data_dir).expanduser())
+    files = corpus_files(Path(os.path.expanduser(data_dir)))
     missing = [split for split in NEMOTRON_SPLITS if not any(f.name.startswith(f"{split}-") for f in files)]
     if missing:
         raise ValueError(f"{data_dir} has no files {', '.join(f'{split}-*.parquet' for split in missing)}")

@@ -77,8 +77,8 @@ def find_corpus(config: PipelineConfig, rows: int | None, length: float | None) 
         raise ValueError(f"there is no training set in {path.parent} yet: give --rows and --length")
     if rows is None or length is None:
         raise ValueError(f"give --rows and --length, both or neither, got {rows} and {length}")
-    if rows < 1 or not length >= 2:
-        raise ValueError(f"--rows must be at least 1 and --length at least 2, got {rows} and {length:g}")
+    if rows < 1 or not 2 <= length < math.inf:
+        raise ValueError(f"--rows must be at least 1 and --length at least 2 and finite, got {rows} and {length:g}")
     return Corpus(rows, length, ANSWER_SHARE * length, "stated by the options")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -157,7 +158,7 @@ def set_files(config: PipelineConfig) -> dict[str, Path]:
 def start_files(config: PipelineConfig) -> dict[str, Path]:
     """The files of checkpoints that runs start from."""
     starts = [run.start_from for run in config.train.runs.values()]
-    folders = [Path(start).expanduser() for start in starts if start and is_folder(start)]
+    folders = [Path(os.path.expanduser(start)) for start in starts if start and is_folder(start)]
     return {name: file for folder in folders for name, file in _below(folder).items()}
 
 

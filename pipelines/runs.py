@@ -8,6 +8,7 @@ drafter; the fields of a checkpoint that it starts from are held against it. Pap
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +70,7 @@ def check_runs(config: PipelineConfig, described: dict[str, Any]) -> None:
         with _named(f"train.runs.{name}"):
             draft_model = _on_meta(train, run_config, target, described["mask_token_id"])
         if run_config.start_from is not None and is_folder(run_config.start_from):
-            folder = Path(run_config.start_from).expanduser()
+            folder = Path(os.path.expanduser(run_config.start_from))
             with _named(f"train.runs.{name}.start_from"):
                 check_same_drafter(folder, read_fields(folder, target.num_hidden_layers)[1], draft_model)
         if train.drafter.init == "target":

@@ -22,7 +22,7 @@ def is_folder(start_from: str) -> bool:
 
 def absolute(path: str) -> str:
     """A path that means the same in any current folder; one that does already stays as it is written."""
-    return path if os.path.isabs(path) else str(Path(path).expanduser().resolve())
+    return path if os.path.isabs(path) else str(Path(os.path.expanduser(path)).resolve())
 
 
 def with_folders(config: TrainConfig) -> TrainConfig:
@@ -45,7 +45,7 @@ def check_start(key: str, start_from: str | None, before: Sequence[str]) -> None
             f"{key} must be a run before it ({', '.join(before) or 'there is none'}) or the path of a checkpoint's "
             f"folder, got {start_from!r}"
         )
-    folder = Path(start_from).expanduser()
+    folder = Path(os.path.expanduser(start_from))
     if not folder.is_dir():
         raise ValueError(
             f"{key}: there is no folder {start_from}; a checkpoint of the hub is downloaded first: "

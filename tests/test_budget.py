@@ -105,7 +105,7 @@ def test_the_corpus_is_stated_or_measured(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give --rows and --length, both or neither"):
         estimate.find_corpus(config, 500, None)
     demo = replace(load_profile("demo", PROFILES), run_dir=str(tmp_path))
-    with pytest.raises(ValueError, match="--rows must be at least 1 and --length at least 2, got 0 and 90"):
+    with pytest.raises(ValueError, match="--rows must be at least 1 and --length at least 2 and finite, got 0"):
         estimate.find_corpus(config, 0, 90.0)
     with pytest.raises(ValueError, match="there is no training set in .* yet"):
         estimate.find_corpus(demo, None, None)

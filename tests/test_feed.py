@@ -6,11 +6,12 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from benches import feed
+from benches import corpus_scale, feed, loader
 from benches.feed import Trace, make_turns, run_processor, simulate
 from lilicorr.generator import DialogueSettings, regenerate_groups
 from lilicorr.prompts import Conversation
@@ -74,6 +75,31 @@ def test_engines_take_shards_in_the_order_of_their_clocks() -> None:
     assert [start for _, start in taken] == list(range(0, 400, 8))
     assert [clock for clock, _ in taken] == sorted(clock for clock, _ in taken)
     assert trace.finished == sorted(trace.finished) and len(trace.finished) == 400
+
+
+@pytest.mark.parametrize(
+    ("bench", "options", "message"),
+    [
+        (feed, ["--slots", "0"], "--slots: must be at least 1, got 0"),
+        (feed, ["--engines", "-1"], "--engines: must be at least 1, got -1"),
+        (feed, ["--shards", "few"], "--shards: invalid positive value: 'few'"),
+        (loader, ["--micro-batch-size", "0"], "--micro-batch-size: must be at least 1, got 0"),
+        (loader, ["--folder", "nowhere"], "--folder nowhere is no folder"),
+        (corpus_scale, ["--rows", "-3"], "--rows: must be at least 1, got -3"),
+        (corpus_scale, ["--folder", __file__], "is a file"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line(
+    bench: ModuleType,
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_rows_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,9 @@ def test_what_is_missing_is_named_under_its_stage(tmp_path: Path, capsys: pytest
             "train.drafter: target_layer_ids must be ascending, distinct and >= 0",
         ),
         ("train.precision=float8", "train.precision must be "),
+        ("target.source=~nobody-here/x", "target folder "),
+        ("train.runs.trunk.start_from=~nobody-here/x", "train.runs.trunk.start_from: there is no folder "),
+        ("prompts.source=~nobody-here/x", "prompt file or folder "),
         ("deploy.api_key_file=none.key", "the key file "),
     ],
 )
