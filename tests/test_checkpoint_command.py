@@ -146,3 +146,9 @@ def test_the_target_is_loaded_in_the_type_of_the_checkpoint(tmp_path: Path, name
     for fields, dtype in (({name: "bfloat16"}, "bfloat16"), ({name: "float16"}, "float16"), ({}, "float32")):
         (tmp_path / "config.json").write_text(json.dumps(fields))
         assert weight_type(tmp_path) == dtype
+
+
+def test_what_a_template_took_for_true_is_read_back(target: Target, tmp_path: Path) -> None:
+    info = {"template_kwargs": {"enable_thinking": 1}}
+    write_checkpoint(tmp_path / "own", replace(make(target, NATIVE, "argmax"), info=info))
+    assert read_checkpoint(tmp_path / "own", target).info["template_kwargs"] == info["template_kwargs"]

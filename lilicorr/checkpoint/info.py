@@ -61,7 +61,7 @@ def _check_kinds(path: Path, info: dict[str, Any]) -> None:
     if not isinstance(source, str | None):
         raise ValueError(f"{path}: field target.source must be a text, got {source!r}")
     thinking = object_at(path, info, "template_kwargs").get("enable_thinking")
-    if not isinstance(thinking, bool | None):
+    if isinstance(thinking, list | dict):  # else it is what the run's template took, whatever that made of it
         raise ValueError(f"{path}: field template_kwargs.enable_thinking must be true or false, got {thinking!r}")
     corpus = object_at(path, info, "corpus")
     _check_numbers(path, info, "num_blocks", kind=int)
