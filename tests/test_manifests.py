@@ -75,6 +75,14 @@ def work_on_the_head(manifest: dict[str, Any]) -> None:
     cluster_of(manifest)["headGroupSpec"]["rayStartParams"] = {}
 
 
+def refuse(name: str, mistake: Callable[[dict[str, Any]], None], message: str) -> None:
+    """A manifest of ours with that mistake is refused with that message."""
+    manifest = read(name)
+    mistake(manifest)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(manifest)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("mistake", "message"),
@@ -92,10 +100,7 @@ def work_on_the_head(manifest: dict[str, Any]) -> None:
 def test_a_mistake_in_the_cluster_is_refused(
     name: str, mistake: Callable[[dict[str, Any]], None], message: str
 ) -> None:
-    manifest = read(name)
-    mistake(manifest)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check(manifest)
+    refuse(name, mistake, message)
 
 
 def one_pod_more(manifest: dict[str, Any]) -> None:
@@ -123,10 +128,7 @@ def head_not_told(manifest: dict[str, Any]) -> None:
 def test_another_maximum_than_the_workers_is_refused(
     name: str, mistake: Callable[[dict[str, Any]], None], message: str
 ) -> None:
-    manifest = read(name)
-    mistake(manifest)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check(manifest)
+    refuse(name, mistake, message)
 
 
 @pytest.mark.parametrize(
