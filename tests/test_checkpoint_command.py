@@ -152,3 +152,10 @@ def test_what_a_template_took_for_true_is_read_back(target: Target, tmp_path: Pa
     info = {"template_kwargs": {"enable_thinking": 1}}
     write_checkpoint(tmp_path / "own", replace(make(target, NATIVE, "argmax"), info=info))
     assert read_checkpoint(tmp_path / "own", target).info["template_kwargs"] == info["template_kwargs"]
+
+
+def test_a_text_in_place_of_a_figure_is_refused(target: Target, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "own", replace(make(target, NATIVE, "argmax"), info={}))
+    (tmp_path / "own" / "lilicorr.json").write_text(json.dumps({"loss": "low"}))
+    with pytest.raises(ValueError, match="field loss must be a number of at least 0, got 'low'"):
+        read_checkpoint(tmp_path / "own", target)
