@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lilicorr.values import above, at_least, at_most, finite, parse_yaml, set_value, unknown_key, unknown_profile
+from lilicorr.values import above, at_least, at_most, finite, one_of, parse_yaml, set_value, unknown_key, unknown_profile
 
 Config = TypeVar("Config")
 BUILT_IN = ("embedded", "random", "smollm2")  # targets that the package has or makes
@@ -207,8 +207,7 @@ class TrainConfig:
         at_least(self, 1, "batch_size", "micro_batch_size", "max_anchors", "chunk_blocks", "num_workers", "min_workers")
         at_least(self, 1, "checkpoint_steps", "keep_checkpoints", "log_steps", "eval_steps")
         at_least(self, 2, "max_length")
-        at_least(self, 0, "drafter_lr", "head_lr", "drafter_weight_decay", "head_weight_decay", "gpus_per_worker")
-        at_least(self, 0, "seed")
+        at_least(self, 0, "drafter_lr", "head_lr", "drafter_weight_decay", "head_weight_decay", "gpus_per_worker", "seed")
         at_least(self, -1, "max_failures")
         above(self, 0, "max_grad_norm")
         at_most(self, "min_workers", "num_workers")
@@ -241,8 +240,11 @@ class SystemConfig:
     run: str | None = None  # None: autoregressive
     head: str | None = None  # decode the run's drafter with another head (argmax)
     head_config: dict[str, Any] = field(default_factory=dict)  # e.g. {walk: exact}
-    sampled_only: bool = False  # left out of greedy decoding, where it would equal another system
+    only: str | None = None  # greedy | sampled: left out above temperature 0, or at 0, where it equals another system
     yarn: bool = True  # take part in evaluate.yarn
+
+    def __post_init__(self) -> None:
+        one_of(self, (None, "greedy", "sampled"), "only")
 
 
 @dataclass(frozen=True)
@@ -265,8 +267,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "max_running", "prefill_tokens", "idle_prefill_tokens", "deterministic_width")
         at_least(self, 1, "max_model_len", "num_pages")
-        if self.steps_behind not in (None, 0, 1):
-            raise ValueError(f"steps_behind must be 0, 1 or null, got {self.steps_behind}")
+        one_of(self, (None, 0, 1), "steps_behind")
         if self.num_pages is not None and self.kv_gib is not None:
             raise ValueError(f"set num_pages or kv_gib, not both, got {self.num_pages} and {self.kv_gib}")
         for entry in self.verify_costs:

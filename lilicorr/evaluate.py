@@ -213,7 +213,7 @@ def key_settings(config: EvaluateConfig, systems: Sequence[str]) -> dict[str, An
     """
     settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_IN_KEY}
     settings["systems"] = {
-        name: {field: value for field, value in system.items() if field != "sampled_only"}
+        name: {field: value for field, value in system.items() if field != "only"}
         for name, system in settings["systems"].items()
         if name in systems
     }

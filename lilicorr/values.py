@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,13 @@ def at_most(config: Any, name: str, other: str) -> None:
     value, most = getattr(config, name), getattr(config, other)
     if value is not None and value > most:
         raise ValueError(f"{name} must be at most {other}, {most:g}, got {value}")
+
+
+def one_of(config: Any, choices: Sequence[Any], name: str) -> None:
+    """Raise ValueError for a value of a config dataclass that is none of the choices; None is called null."""
+    if getattr(config, name) not in choices:
+        known = ", ".join("null" if choice is None else str(choice) for choice in choices)
+        raise ValueError(f"{name} must be one of {known}, got {getattr(config, name)!r}")
 
 
 def parse_yaml(text: str, where: str) -> Any:

@@ -116,10 +116,11 @@ def measure_systems(config: PipelineConfig, make_system: MakeSystem) -> dict[str
 
     def measure(name: str, settings: EvaluateConfig) -> dict[str, Any]:
         path = folder / name
+        regime = "sampled" if settings.temperature > 0 else "greedy"
         models = {
             system: model
             for system, model in draft_models.items()
-            if settings.temperature > 0 or not settings.systems[system].sampled_only
+            if settings.systems[system].only in (None, regime)
         }
 
         def save(results: dict[str, Any]) -> None:

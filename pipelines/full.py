@@ -134,7 +134,7 @@ def with_ablations(config: PipelineConfig) -> PipelineConfig:
     weights = {"head_weight": full.head_weight * (1 + full.distractor_weight), "distractor_weight": 0.0}
     without = replace(run, head_config={**run.head_config, **weights})
     train = replace(config.train, runs={**config.train.runs, ABLATION: without})
-    systems = {**config.evaluate.systems, ABLATION: SystemConfig(run=ABLATION)}
+    systems = {**config.evaluate.systems, ABLATION: SystemConfig(run=ABLATION, only="greedy")}
     return replace(config, train=train, evaluate=replace(config.evaluate, systems=systems))
 
 

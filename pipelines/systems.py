@@ -51,11 +51,12 @@ def with_systems(config: PipelineConfig, names: Sequence[str]) -> PipelineConfig
         if run == "lilicorr_margin" and run not in runs:
             runs[run] = replace(runs["lilicorr"], head_config=runs["lilicorr"].head_config | MARGIN)
         if name == "dspark_sampled":  # at temperature 0 both contracts draft the same
-            systems[name] = SystemConfig(run, head_config={"contract": "sampled"}, sampled_only=True)
+            systems[name] = SystemConfig(run, head_config={"contract": "sampled"}, only="sampled")
         elif name != "autoregressive":
             systems[name] = SystemConfig(run)
         if name.startswith("lilicorr"):
-            systems |= {f"{name}_{walk}": SystemConfig(run, head_config={"walk": walk}) for walk in WALKS}
+            for walk in WALKS:
+                systems[f"{name}_{walk}"] = SystemConfig(run, head_config={"walk": walk}, only="greedy")
     evaluate = replace(
         config.evaluate, systems=systems | config.evaluate.systems, sampled_seeds=config.evaluate.sampled_seeds or SEEDS
     )

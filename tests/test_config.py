@@ -221,6 +221,11 @@ def test_a_value_that_does_not_fit(override: str, message: str) -> None:
             "deploy.yarn={factor: 0.5, original_max_position_embeddings: 128}",
             "deploy.yarn.factor must be at least 1, got 0.5",
         ),
+        (
+            "evaluate.systems.dflash.only=drawn",
+            "evaluate.systems.dflash.only must be one of null, greedy, sampled, got 'drawn'",
+        ),
+        ("deploy.engine.steps_behind=2", "deploy.engine.steps_behind must be one of null, 0, 1, got 2"),
         ("deploy.port=70000", "deploy.port must be at most 65535, got 70000"),
     ],
 )

@@ -69,8 +69,8 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
                 "systems": {
                     "autoregressive": {},
                     "lilicorr": {"run": "ours"},
-                    "same drafter": {"run": "ours", "head": "argmax"},
-                    "drawn": {"run": "ours", "head_config": {"contract": "sampled"}, "sampled_only": True},
+                    "same drafter": {"run": "ours", "head": "argmax", "only": "greedy"},
+                    "drawn": {"run": "ours", "head_config": {"contract": "sampled"}, "only": "sampled"},
                 },
             },
         },
@@ -122,7 +122,7 @@ def test_the_stage_decodes_again_for_every_seed(trained: PipelineConfig, monkeyp
     seeded = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, sampled_seeds=(1, 2)))
     assert stage.measure(seeded)["tau"] == summary["tau"]
     spread = json.loads((config.directory / "evaluate" / "sampled.json").read_text())
-    assert spread["seeds"] == [1, 2] and "drawn" in spread["systems"]
+    assert spread["seeds"] == [1, 2] and list(spread["systems"]) == ["autoregressive", "lilicorr", "drawn"]
     greedy = json.loads((config.directory / "evaluate" / "results.json").read_text())["checkpoints"]
     assert greedy and greedy.items() <= spread["checkpoints"].items() and spread["checkpoints"].keys() - greedy.keys()
     taus = []
@@ -149,7 +149,7 @@ def test_greedy_results_outlive_a_change_of_what_is_sampled(trained: PipelineCon
     summary = stage.measure(trained)
     monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
     assert stage.measure(with_evaluate(trained, sampled_temperature=0.7)) == summary
-    more = trained.evaluate.systems | {"new": SystemConfig("ours", head_config={"walk": "exact"}, sampled_only=True)}
+    more = trained.evaluate.systems | {"new": SystemConfig("ours", head_config={"walk": "exact"}, only="sampled")}
     assert stage.measure(with_evaluate(trained, systems=more)) == summary
     with pytest.raises(pytest.fail.Exception, match="the set was done"):
         stage.measure(with_evaluate(trained, seed=7))  # that of the intervals

@@ -60,7 +60,10 @@ def test_the_systems_are_those_of_the_paper() -> None:
     margin = from_dict(LiLiCorrConfig, runs["lilicorr_margin"].head_config)
     assert (margin.margin_blend, margin.margin) == (0.5, 2.0)
     assert (systems["dspark_sampled"].run, systems["dspark_sampled"].head_config) == ("dspark", {"contract": "sampled"})
-    assert [name for name, system in systems.items() if system.sampled_only] == ["dspark_sampled"]
+    assert [name for name, system in systems.items() if system.only == "sampled"] == ["dspark_sampled"]
+    assert set(SYSTEMS) <= {name for name, system in systems.items() if system.only != "greedy"}
+    greedy = [name for name, system in systems.items() if system.only == "greedy"]
+    assert greedy and not set(greedy) & set(SYSTEMS)
     small = with_systems(load("demo"), ["domino", "dspark"]).train.runs
     width = from_dict(LiLiCorrConfig, small["lilicorr"].head_config).hidden_size
     assert small["domino"].head_config["gru_hidden_dim"] == width
