@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lilicorr.values import above, at_least, at_most, finite, one_of, parse_yaml, set_value, unknown_key, unknown_profile
+from lilicorr.values import above, at_least, at_most, finite, one_of, read_profile, set_value, unknown_key
 
 Config = TypeVar("Config")
 BUILT_IN = ("embedded", "random", "smollm2")  # targets that the package has or makes
@@ -207,7 +207,8 @@ class TrainConfig:
         at_least(self, 1, "batch_size", "micro_batch_size", "max_anchors", "chunk_blocks", "num_workers", "min_workers")
         at_least(self, 1, "checkpoint_steps", "keep_checkpoints", "log_steps", "eval_steps")
         at_least(self, 2, "max_length")
-        at_least(self, 0, "drafter_lr", "head_lr", "drafter_weight_decay", "head_weight_decay", "gpus_per_worker", "seed")
+        at_least(self, 0, "drafter_lr", "head_lr", "drafter_weight_decay", "head_weight_decay", "gpus_per_worker")
+        at_least(self, 0, "seed")
         at_least(self, -1, "max_failures")
         above(self, 0, "max_grad_norm")
         at_most(self, "min_workers", "num_workers")
@@ -390,11 +391,4 @@ def load_profile(name: str, folder: Path, overrides: list[str] | None = None) ->
     `name` is a profile of `folder`, or the path of a YAML file anywhere. Raises ValueError, with the nearest names, if
     there is no such profile, and for a file that is no mapping of known keys.
     """
-    own = name.endswith((".yaml", ".yml"))
-    path = Path(name) if own else folder / f"{name}.yaml"
-    if not path.is_file():
-        raise ValueError(unknown_profile(path, folder, own))
-    values = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must be a mapping, got {values!r:.60}")
-    return with_overrides(from_dict(PipelineConfig, {"profile": path.stem, **values}), overrides or [])
+    return with_overrides(from_dict(PipelineConfig, read_profile(name, folder)), overrides or [])

@@ -1,4 +1,4 @@
-"""Values that users give a config: YAML texts, limits of numbers, names that nobody knows.
+"""Values that users give a config: files and texts in YAML, limits of numbers, names that nobody knows.
 
 Place in the flow: `lilicorr.config` asks here; everything else has the finished dataclasses.
 """
@@ -81,7 +81,22 @@ def set_value(values: dict[str, Any], override: str) -> None:
     node[keys[-1]] = parse_yaml(text, override)
 
 
-def unknown_profile(path: Path, folder: Path, own: bool) -> str:
+def read_profile(name: str, folder: Path) -> dict[str, Any]:
+    """The values of a profile of `folder`, or of a YAML file by its path, and as `profile` what it is called.
+
+    Raises ValueError if there is no such profile, and for a file that is no mapping.
+    """
+    own = name.endswith((".yaml", ".yml"))
+    path = Path(name) if own else folder / f"{name}.yaml"
+    if not path.is_file():
+        raise ValueError(_unknown_profile(path, folder, own))
+    values = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must be a mapping, got {values!r:.60}")
+    return {"profile": path.stem, **values}
+
+
+def _unknown_profile(path: Path, folder: Path, own: bool) -> str:
     """What to say where the profile `path` is missing: names of `folder`, and of files beside it that resemble it."""
     known = sorted(p.stem for p in folder.glob("*.yaml"))
     beside = {str(p): p.stem for end in ("yaml", "yml") for p in path.parent.glob(f"*.{end}")} if own else {}

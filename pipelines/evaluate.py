@@ -118,9 +118,7 @@ def measure_systems(config: PipelineConfig, make_system: MakeSystem) -> dict[str
         path = folder / name
         regime = "sampled" if settings.temperature > 0 else "greedy"
         models = {
-            system: model
-            for system, model in draft_models.items()
-            if settings.systems[system].only in (None, regime)
+            system: model for system, model in draft_models.items() if settings.systems[system].only in (None, regime)
         }
 
         def save(results: dict[str, Any]) -> None:
