@@ -1,13 +1,14 @@
 """Tokens per second and tau of the engine at 1 to 32 requests at once, with transformers' own decoding beside it.
 
     python -m benches.decode --profile demo [--run-dir runs] [--checkpoint FOLDER ...] [--output FILE] [--dry]
+    python -m benches.decode --profile smollm2 --target-only     # prepared, not trained
     python -m benches.decode --geometry 8b [--output FILE] [--dry]
 
 Systems: `transformers` (`generate`, one prompt after the other), `autoregressive` and every draft model through the
 engine. Draft models are those of the profile's trained runs, or the given checkpoint folders, named after the run
-where the folder is its `final`; with `--dry` there is a random tiny target with untrained heads, which shows that
-everything runs and nothing about speed. Prompts are the run's held-out ones; all systems decode the same, greedily, up
-to the same number of new tokens.
+where the folder is its `final`; with `--target-only` there are none. With `--dry` there is a random tiny target with
+untrained heads, which shows that everything runs and nothing about speed. Prompts are the run's held-out ones; all
+systems decode the same, greedily, up to the same number of new tokens, at no more at once than there are prompts.
 
 With `--geometry` target and draft models have a real size and random weights in bf16, the systems are autoregression,
 DFlash and LiLiCorr at 1, 8 and 32 requests, and as many random prompts of 256 tokens are decoded as there are requests
@@ -36,6 +37,7 @@ from typing import Any
 import torch
 
 from benches.geometry import SIZES, TOY, ModelSize, here, random_draft_model, random_target
+from benches.options import positive
 from benches.timing import RowFile, device_name
 from lilicorr.chat import render_prompt
 from lilicorr.checkpoint import captured_layers, load_draft_model
@@ -93,14 +95,15 @@ def load_setup(arguments: argparse.Namespace) -> Setup:
     prepared = config.directory / "prepare" / "held_out.parquet"
     if not prepared.is_file():
         raise ValueError(f"not prepared: {prepared} is missing; run pipelines/full.py with this profile and --run-dir")
-    folders = named(arguments.checkpoint) or trained(config)
+    folders = {} if arguments.target_only else named(arguments.checkpoint) or trained(config)
     target = load_target(config.target, here()[0], captured_by(folders))
     draft_models = {name: load_draft_model(folder, target) for name, folder in folders.items()}
     conversations = read_conversations(prepared)[: arguments.prompts]
     template = config.target.template_kwargs
     prompts = [render_prompt(target.tokenizer, first_turn(c.messages), template) for c in conversations]
     params = SamplingParams(arguments.max_new_tokens, stop_ids=target.eos_ids)
-    return Setup(target, draft_models, prompts, params, CONCURRENCIES, arguments.rounds)
+    concurrencies = tuple(c for c in CONCURRENCIES if c <= len(prompts))
+    return Setup(target, draft_models, prompts, params, concurrencies, arguments.rounds)
 
 
 def named(folders: list[Path]) -> dict[str, Path]:
@@ -122,7 +125,7 @@ def captured_by(folders: dict[str, Path]) -> tuple[int, ...]:
     if len(set(layers.values())) > 1:
         listed = ", ".join(f"{name} {list(ids)}" for name, ids in layers.items())
         raise ValueError(f"draft models that read the same layers of the target are measured together, got {listed}")
-    return next(iter(layers.values()))
+    return next(iter(layers.values()), ())
 
 
 def trained(config: PipelineConfig) -> dict[str, Path]:
@@ -332,10 +335,10 @@ def add_sources(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", type=Path, action="append", default=[], help="a draft model's folder; repeatable"
     )
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
+    parser.add_argument("--prompts", type=positive, default=32)
+    parser.add_argument("--max-new-tokens", type=positive, default=64)
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--threads", type=positive, help="of torch; default: its own choice")
     parser.add_argument("--dry", action="store_true", help="a random tiny target and untrained heads")
     parser.add_argument("--output", type=Path, help="a .jsonl file that the rows are appended to")
 
@@ -356,6 +359,8 @@ def choose_setup(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, S
 
 def _setup_of(arguments: argparse.Namespace) -> tuple[Setup, dict[str, Any]]:
     """The setup of the options and the fields of its rows."""
+    if arguments.target_only and (arguments.checkpoint or arguments.geometry or arguments.dry):
+        raise ValueError("--target-only measures a profile's target: not with --checkpoint, --geometry or --dry")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     if arguments.geometry:
@@ -375,6 +380,7 @@ def row_file(arguments: argparse.Namespace) -> RowFile:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_sources(parser)
+    parser.add_argument("--target-only", action="store_true", help="no draft models, so no trained runs are needed")
     arguments, setup, where = choose_setup(parser)
     file = row_file(arguments)
     rows = measure(setup)

@@ -111,6 +111,7 @@ def bench(setup: Setup, concurrencies: tuple[int, ...], context: int, where: Row
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     decode.add_sources(parser)
+    parser.set_defaults(target_only=False)
     arguments, setup, where = decode.choose_setup(parser)
     concurrencies, context = CONCURRENCIES, CONTEXT if torch.cuda.is_available() else CPU_CONTEXT
     if arguments.dry:

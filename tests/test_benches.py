@@ -160,6 +160,9 @@ def test_what_cannot_be_measured_ends_in_one_line(bench, tmp_path: Path, monkeyp
     monkeypatch.setattr(decode, "captured_layers", lambda _: (2, 5))
     monkeypatch.setattr(decode, "load_target", load_target)
     assert "error: captures (2, 5)" in refused(*where, "--checkpoint", str(tmp_path / "none"))
+    if bench is decode:
+        assert "error: captures ()" in refused(*where, "--target-only")
+        assert "error: --target-only measures a profile's target: not with" in refused("--dry", "--target-only")
 
 
 def test_verify_cost_has_a_time_for_every_width_and_compares(run, monkeypatch, capsys) -> None:
