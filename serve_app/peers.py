@@ -52,7 +52,7 @@ class Peers:
     def exchange(self, plain: Plain) -> dict[str, Plain]:
         """Another replica gives its report, and gets all that are known here."""
         own = self._look()
-        self._read(plain)
+        self._read(plain, from_itself=True)
         return {report.replica: report.plain() for report in (*self._reports.values(), own)}
 
     async def gather(self) -> list[tuple[Report, bool]]:
@@ -110,7 +110,8 @@ class Peers:
         self._name = own.replica
         return replace(own, at=self._last_at, num_gather_failures=self._num_failures)
 
-    def _read(self, plain: Plain) -> None:
+    def _read(self, plain: Plain, from_itself: bool = False) -> None:
+        """Keep a report if it is news; that of whoever tells it is a sign of life, whatever that node's clock says."""
         try:
             report = Report.read(plain)
         except ValueError as error:
@@ -119,8 +120,8 @@ class Peers:
         known = self._reports.get(report.replica)
         if report.replica != self._name and (known is None or report.at > known.at):
             self._reports[report.replica] = report
-            # news of a replica that had gone before this one began may come late, and are no sign of life
-            if time.time() - report.at < STALE_S:
+            # what others tell of a replica that had gone before this one began may come late, and is no sign of life
+            if from_itself or time.time() - report.at < STALE_S:
                 self._heard[report.replica] = time.monotonic()
 
     def _is_up(self, name: str) -> bool:

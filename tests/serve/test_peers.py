@@ -152,6 +152,22 @@ def test_a_clock_that_is_set_back_hides_no_report(monkeypatch: pytest.MonkeyPatc
         assert (found.snapshot.num_tokens, up) == (count, True)
 
 
+@pytest.mark.parametrize("skew", [-3600.0, 3600.0])
+def test_a_replica_whose_node_has_another_time_is_up_while_it_tells(
+    monkeypatch: pytest.MonkeyPatch, skew: float
+) -> None:
+    clock, own = Clock(monkeypatch), Peers(lambda: report("a"))
+
+    def is_up() -> bool:
+        return dict((found.replica, up) for found, up in asyncio.run(own.gather()))["b"]
+
+    for _ in range(2):
+        own.exchange(report("b", at=peers.time.time() + skew).plain())
+        assert is_up()
+        clock.offset += STALE_S + 1
+        assert not is_up()
+
+
 def test_only_so_many_that_have_gone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, own = Clock(monkeypatch), Peers(lambda: report("own", at=peers.time.time()))
     began = time.time()
