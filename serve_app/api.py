@@ -81,6 +81,7 @@ class Endpoint:
             prompts = make_prompts(self.model, wanted)
             return Generation(self.model, self.replica, wanted, prompts, writer(self.model, wanted))
 
+        self.replica.check_room()  # a refusal costs the tokenizer's thread nothing, which those who are taken wait for
         return await (await self._prepared(request, kind, prepare)).respond(request)
 
     async def _convert(

@@ -184,17 +184,18 @@ class Replica:
         """Raise ValueError for a request that the engine would never take."""
         self._engine.check(request)
 
-    def submit(self, requests: Sequence[Request]) -> Ticket:
-        """Hand requests to the decoding thread, all of them or none.
-
-        Raises QueueFullError where they would be more than `max_requests`, ReplicaDeadError if nobody decodes.
-        """
+    def check_room(self, count: int = 1) -> None:
+        """Raise QueueFullError where so many more would be above `max_requests`, ReplicaDeadError if nobody decodes."""
         self.check()
-        if self._num_requests + len(requests) > self.max_requests:
+        if self._num_requests + count > self.max_requests:
             raise QueueFullError(
-                f"{self._num_requests} requests are running or waiting and {len(requests)} would join them; "
+                f"{self._num_requests} requests are running or waiting and {count} would join them; "
                 f"this replica takes {self.max_requests}"
             )
+
+    def submit(self, requests: Sequence[Request]) -> Ticket:
+        """Hand requests to the decoding thread, all of them or none. Raises as `check_room`."""
+        self.check_room(len(requests))
         mailbox = _Mailbox()
         for request in requests:
             self._inbox.put(_Submit(request, mailbox, time.monotonic()))

@@ -31,8 +31,9 @@ from fakes import (
 from fastapi.testclient import TestClient
 from starlette.types import ASGIApp
 
+import lilicorr
 from lilicorr.engine.request import TokenChunk
-from serve_app import generation
+from serve_app import generation, served_model
 
 
 def chat_events(client: TestClient, text: Any = "hello there", **fields: Any) -> list[dict[str, Any]]:
@@ -201,7 +202,9 @@ def test_models_and_health(client: TestClient) -> None:
     (card,) = listed["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("echo", "model", MAX_MODEL_LEN)
     assert client.get("/v1/models/echo").json() == card
-    assert client.get("/health").status_code == 200
+    health = client.get("/health")
+    assert (health.status_code, health.content) == (200, b"")
+    assert client.get("/version").json() == {"version": lilicorr.__version__, "fingerprint": card["fingerprint"]}
 
 
 def test_failing_request_harms_no_other(engine: EchoEngine) -> None:
@@ -259,16 +262,18 @@ def test_stalled_thread_fails_health() -> None:
     replica.close()
 
 
-def test_full_queue_is_429_with_retry_after() -> None:
+def test_full_queue_is_429_with_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EchoEngine(pace_s=0.001, max_running=0)
     app, replica = make_app(engine, max_requests=2)
     with asking(app) as client, ThreadPoolExecutor(2) as pool:
         taken = [pool.submit(client.post, CHAT, json=body("y" * 200)) for _ in range(2)]
         wait_until(lambda: replica.num_requests == 2)
+        monkeypatch.setattr(served_model.ServedModel, "aside", None)  # nobody reads what is refused
         response = client.post(CHAT, json=body())
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
         assert response.json()["error"]["code"] == "rate_limit_exceeded"
+        monkeypatch.undo()
         engine.max_running = 1
         assert [answer.result().status_code for answer in taken] == [200, 200]
         assert client.post(CHAT, json=body("ok")).status_code == 200
@@ -299,6 +304,20 @@ def leave_early(client: httpx2.Client, request: dict[str, Any], engine: EchoEngi
     connection.request("POST", CHAT, json.dumps(request), {"Content-Type": "application/json"})
     wait_until(lambda: engine.num_blocks > 0)
     connection.close()
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_client_that_leaves_the_queue_is_forgotten(streamed: bool) -> None:
+    engine = EchoEngine(pace_s=0.001, max_running=0)
+    app, replica = make_app(engine)
+    with listening(app) as url:
+        connection = http.client.HTTPConnection(url.removeprefix("http://"))
+        connection.request("POST", CHAT, json.dumps(body(stream=streamed)), {"Content-Type": "application/json"})
+        wait_until(lambda: bool(engine.scheduler.waiting))
+        connection.close()
+        wait_until(lambda: replica.num_requests == 0 and not engine.busy)
+        wait_until(lambda: replica.snapshot().num_finished == {"abort": 1})
+    replica.close()
 
 
 def test_concurrent_streams_are_both_right(engine: EchoEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from fakes import NUM_SLOTS, EchoEngine, chat_tokenizer, wait_until
 from lilicorr.chat import render_prompt
 from lilicorr.decode import SamplingParams
 from lilicorr.engine.pages import PagePool
-from lilicorr.engine.request import Request
+from lilicorr.engine.request import Request, TokenChunk
 from serve_app.replica import Replica, ReplicaDeadError, Snapshot, Ticket
 
 
@@ -147,6 +148,56 @@ def test_a_prompt_of_several_answers_waits_once(engine: EchoEngine, replica: Rep
         ticket.close()
 
     asyncio.run(run())
+
+
+class SteppedEngine(EchoEngine):
+    """Its steps end when they are allowed to, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed = threading.Semaphore(0)
+        self.num_begun = 0
+
+    def step(self) -> list[TokenChunk]:
+        self.num_begun += 1
+        assert self.allowed.acquire(timeout=60)
+        return super().step()
+
+
+def test_no_step_begins_for_a_request_that_was_left() -> None:
+    engine = SteppedEngine()
+    replica = Replica(engine, max_requests=8, stall_s=60.0)
+
+    async def run() -> None:
+        ticket = replica.submit([echo("a", "long " * 400)])
+        engine.allowed.release()
+        await asyncio.to_thread(wait_until, lambda: engine.num_begun == 2)
+        ticket.close()
+
+    asyncio.run(run())
+    engine.allowed.release(1000)
+    wait_until(lambda: replica.snapshot().num_finished == {"abort": 1} and not engine.busy)
+    assert engine.num_begun == engine.counters.num_steps == 2  # the one that was under way was the last
+    replica.close()
+
+
+def test_serve_is_told_what_the_replica_holds_and_that_its_thread_has_died(
+    replica: Replica, engine: EchoEngine
+) -> None:
+    from serve_app.app import Endpoint
+
+    bare = Endpoint.func_or_class.__mro__[1]  # without what Serve wraps around it
+    endpoint = bare.__new__(bare)
+    endpoint._replica, endpoint._rows = replica, engine.max_running
+    endpoint.check_health()
+    assert endpoint.record_autoscaling_stats() == {"kv_usage": 0, "row_usage": 0, "rows": 2, "waiting_tokens": 0}
+
+    async def run() -> None:
+        await read(replica.submit([echo("a", "DIE")]))
+
+    asyncio.run(run())
+    with pytest.raises(ReplicaDeadError, match="the device is gone"):
+        endpoint.check_health()
 
 
 def test_idle_thread_never_wakes(replica: Replica, engine: EchoEngine) -> None:
