@@ -38,6 +38,16 @@ OUTSIDE_OF_ENGINE = {
     "speculative_config": "it follows from checkpoint",
     "distributed_executor_backend": "a replica's GPUs are on one node",
     "api_key": "set api_key_file",
+    "default_chat_template_kwargs": "set template_kwargs",
+    "data_parallel_size": "set num_replicas or autoscaling_config, a replica is one engine",
+    "config": "its settings stand in engine",
+    # Ray Serve listens, not vLLM
+    "host": "set http_options of the Serve config",
+    "port": "set http_options of the Serve config",
+    "uds": "set http_options of the Serve config",
+    "ssl_keyfile": "set http_options of the Serve config",
+    "ssl_certfile": "set http_options of the Serve config",
+    "root_path": "set route_prefix of the Serve config",
 }
 
 
@@ -99,6 +109,8 @@ class AppArgs(BaseModel):
         if self.gpus < 1 or self.gpus % 1:
             raise ValueError(f"gpus must be a whole number of at least 1 with backend vllm, got {self.gpus}")
         for name, value in self.engine.items():
+            if not name.isidentifier():  # "api-key" would pass for a setting that is refused as "api_key"
+                raise ValueError(f"engine.{name} must be spelled with underscores: {name.strip('-').replace('-', '_')}")
             if name in OUTSIDE_OF_ENGINE:
                 raise ValueError(f"engine.{name} stands outside of engine: {OUTSIDE_OF_ENGINE[name]}")
             if not isinstance(value, str | int | float | dict):

@@ -23,6 +23,7 @@ from test_metrics import samples
 from lilicorr.checkpoint import checkpoint_tensors, load_draft_model
 from lilicorr.decode import SamplingParams
 from lilicorr.engine.request import Request
+from lilicorr.tiny import tiny_target_folder
 from pipelines import local
 from serve_app.args import AppArgs
 from serve_app.controller import Controller
@@ -195,8 +196,23 @@ def test_a_config_that_was_refused_is_tried_again(opened: Opened, other: Path, t
     assert opened.holds(other) and opened.reloader.counts == {"refused": 1, "applied": 1}
 
 
+def changed(good: Path, folder: Path, name: str, value: Any) -> dict[str, str]:
+    """A config that names a copy of a checkpoint in which a field has another value wherever it stands."""
+
+    def change(fields: Any) -> Any:
+        items = fields.items() if isinstance(fields, dict) else ()
+        return {key: value if key == name else change(old) for key, old in items} if items else fields
+
+    shutil.copytree(good, folder / name)
+    for path in (folder / name / "config.json", folder / name / "lilicorr.json"):
+        path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    return {"checkpoint": str(folder / name)}
+
+
 def refusals(target: Path, good: Path, folder: Path) -> list[tuple[Any, str]]:
     """What cannot be applied, and what the log says of it."""
+    deeper = tiny_target_folder(folder / "deeper target", num_layers=8)
+    save_random_checkpoint(folder / "deeper", deeper, seed=1)
     shutil.copytree(good, folder / "damaged")
     weights = folder / "damaged" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-9])
@@ -210,6 +226,11 @@ def refusals(target: Path, good: Path, folder: Path) -> list[tuple[Any, str]]:
         ({"checkpoint": str(folder / "damaged")}, "is damaged or cut off"),
         ({"checkpoint": str(folder / "wider")}, "block_size is 6, of the draft model in use it is 4"),
         ({"checkpoint": str(folder / "argmax")}, "head is argmax, of the draft model in use it is lilicorr"),
+        (changed(good, folder, "mask_token_id", 260), "mask_token_id is 260, of the draft model in use it is 259"),
+        (changed(good, folder, "target_layer_ids", [2, 4]), "target_layer_ids is (2, 4), of the draft model in use"),
+        (changed(good, folder, "layout", "anchor_first"), "layout of the head lilicorr must be in_place"),
+        (changed(good, folder, "vocab_size", 300), "vocab_size is 300, the target's embedding has 264"),
+        ({"checkpoint": str(folder / "deeper")}, "num_target_layers is 8, the target has 6"),
         ({"checkpoint": str(folder / "llama")}, "target.model_type is llama, the target is a qwen3"),
         ({"checkpoint": str(folder / "none")}, "is not a draft model"),
         ({"checkpoints": str(good)}, "checkpoint"),
