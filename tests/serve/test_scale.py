@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -199,14 +198,6 @@ def test_a_refused_token_says_what_to_set(
     monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")
     assert scale.main(["2", "--address", dashboard[1]]) == 1
     assert "RAY_AUTH_TOKEN_PATH" in capsys.readouterr().err
-
-
-def test_the_values_for_two_cores_are_what_the_application_takes() -> None:
-    (block,) = re.findall(
-        r"```yaml\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(encoding="utf-8"), re.DOTALL
-    )
-    args = AppArgs.model_validate(yaml.safe_load(block))
-    assert args.gpus == 0 and 2 * args.cpus <= 1 and args.engine_config.max_running == 4
 
 
 @pytest.mark.parametrize("name", CONFIGS)
