@@ -6,6 +6,7 @@ token wherever RAY_AUTH_MODE is `token`, and its own local clusters are in that 
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import os
@@ -67,7 +68,7 @@ class Dashboard:
             if error.code in (401, 403):
                 text += "; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to the file that holds the cluster's token"
             raise RuntimeError(f"the Ray dashboard {self.url} answered {error.code} to {method}: {text}") from error
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:  # the second one: it ended in the middle of its answer
             raise RuntimeError(f"the Ray dashboard {self.url} does not answer: {error}") from error
 
 

@@ -37,6 +37,10 @@ AUTOSCALED, EXTERNAL, FIXED = "autoscaled", "external", "fixed"
 SHARED_OPTIONS = ("proxy_location", "http_options", "grpc_options", "target_capacity")
 
 
+class BeingBuiltError(ValueError):
+    """Serve is building the application, as after its deployment, and it has no deployments until then."""
+
+
 class Serve(Protocol):
     """Serve, by the dashboard or from inside."""
 
@@ -75,12 +79,15 @@ class Scaling:
 
 
 def scaling_of(details: dict[str, Any], app: str = APP, deployment: str = DEPLOYMENT) -> Scaling:
-    """What `Serve.details` says of a deployment. Raises ValueError for one that is not there."""
+    """What `Serve.details` says of a deployment. Raises ValueError for one that is not there, BeingBuiltError for one
+    that is not there yet."""
     application, config = _application(details, app)
     found = application["deployments"].get(deployment)
     if found is None:
         names = ", ".join(sorted(application["deployments"])) or f"none; it is {application.get('status')}"
-        raise ValueError(f"the application {app!r} has no deployment {deployment!r}; it has: {names}")
+        building = application.get("status") == "DEPLOYING" and not application["deployments"]
+        kind = BeingBuiltError if building else ValueError
+        raise kind(f"the application {app!r} has no deployment {deployment!r}; it has: {names}")
     autoscaling = found["deployment_config"].get("autoscaling_config")
     wanted = found.get("target_num_replicas", 0)
     if autoscaling:
@@ -120,10 +127,28 @@ def set_replicas(serve: Serve, minimum: int, maximum: int, app: str = APP, deplo
     return before
 
 
+def wait_until_built(serve: Serve, timeout_s: float, app: str = APP, deployment: str = DEPLOYMENT) -> None:
+    """Poll until the deployment is there: a config that is deployed while Serve builds begins the building again.
+
+    Raises ValueError as `scaling_of`, RuntimeError as `wait_for`.
+    """
+
+    def look() -> bool | str:
+        try:
+            scaling_of(serve.details(), app, deployment)
+        except BeingBuiltError as error:
+            return str(error)
+        return True
+
+    wait_for(look, f"{app}/{deployment}", timeout_s)
+
+
 def wait_until_scaled(
     serve: Serve, minimum: int, maximum: int, timeout_s: float, app: str = APP, deployment: str = DEPLOYMENT
 ) -> Scaling:
-    """Poll until as many replicas run as are wanted, within the bounds; a dashboard too busy to answer is asked again.
+    """Poll until as many replicas run as are wanted, within the bounds.
+
+    A dashboard too busy to answer is asked again, and an application that somebody deploys meanwhile is waited for.
 
     Raises RuntimeError if the application fails, or with its state after `timeout_s`.
     """
@@ -132,7 +157,7 @@ def wait_until_scaled(
     def look() -> bool | str:
         try:
             now = scaling_of(serve.details(), app, deployment)
-        except RuntimeError as error:
+        except (RuntimeError, BeingBuiltError) as error:
             return str(error)
         if now.status == "DEPLOY_FAILED":
             raise RuntimeError(f"{app}/{deployment} failed: {now}")
@@ -198,6 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     minimum, maximum = options.replicas
     dashboard, name = Dashboard(options.address, cluster_token()), (options.app, options.deployment)
     try:
+        wait_until_built(dashboard, options.timeout, *name)
         before = set_replicas(dashboard, minimum, maximum, *name)
         logger.info("%s/%s is %s; before: %s", *name, before.kind, before)
         after = wait_until_scaled(dashboard, minimum, maximum, options.timeout, *name)

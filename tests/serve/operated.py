@@ -65,6 +65,7 @@ class FakeServe:
         self.other = {"name": "other", "import_path": "other:app"}
         self.wanted, self.running = 1, 1
         self.status, self.message = "RUNNING", ""
+        self.num_building = 0  # polls until the application is built
         self.deployed: list[dict[str, Any]] = []
         self.scaled: list[tuple[str, str, int]] = []
 
@@ -87,6 +88,9 @@ class FakeServe:
             },
             "other": {"status": "RUNNING", "deployments": {}, "deployed_app_config": self.other},
         }
+        if self.num_building > 0:
+            self.num_building -= 1
+            applications["lilicorr"] |= {"status": "DEPLOYING", "deployments": {}}
         options = {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": 8000}}
         return copy.deepcopy({**options, "grpc_options": None, "applications": applications})
 

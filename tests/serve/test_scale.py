@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +17,7 @@ from operated import FakeServe, application
 from serve_app import scale
 from serve_app.args import AppArgs
 from serve_app.autoscaling import EnginePolicy
+from serve_app.dashboard import Dashboard
 from serve_app.scale import scaling_of, set_replicas, wait_until_scaled
 
 CONFIGS = {
@@ -167,6 +169,41 @@ def test_the_command_scales_and_waits(dashboard: tuple[FakeServe, str], monkeypa
     assert scale.main(["1..2"]) == 0 and serve.running == 2
     serve.config = {**fixed(), "external_scaler_enabled": True}
     assert scale.main(["1", "--address", url]) == 0 and serve.scaled == [("lilicorr", "Endpoint", 1)]
+
+
+def test_an_application_that_is_being_built_is_waited_for(
+    dashboard: tuple[FakeServe, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Right after `serve deploy`, and where it is deployed again while the command waits."""
+    serve, url = dashboard
+    monkeypatch.setattr("serve_app.dashboard.POLL_S", 0.01)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    serve.num_building = 3
+    assert scale.main(["2", "--address", url]) == 0
+    assert serve.num_building == 0 and serve.running == 2 and len(serve.deployed) == 1
+    serve.num_building = 3
+    assert wait_until_scaled(serve, 2, 2, 5).running == 2 and serve.num_building == 0
+    serve.num_building = 1000
+    assert scale.main(["2", "--address", url, "--timeout", "0"]) == 1
+    assert "no deployment 'Endpoint'; it has: none; it is DEPLOYING" in capsys.readouterr().err
+    assert len(serve.deployed) == 1
+
+
+def test_a_dashboard_that_ends_in_the_middle_of_its_answer_is_one_that_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(RuntimeError, match="does not answer: IncompleteRead"):
+            Dashboard(f"http://127.0.0.1:{server.getsockname()[1]}", None).details()
+        thread.join()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_the_configuration_is_what_serve_and_the_application_take(config: dict[s
 def test_the_requests_are_answered(config: dict[str, Any]) -> None:
     """By an application of that name: routes, bodies and the metrics that the query asks for."""
     app, replica = operated_app(EchoEngine())
-    asked = [command for command in commands() if HOME in command]
+    asked = [command for command in commands() if HOME in command and " -d " in command]
     with TestClient(app) as client:
         for command in asked:
             words = shlex.split(command, comments=True)
@@ -70,6 +70,8 @@ def test_the_requests_are_answered(config: dict[str, Any]) -> None:
             body = json.loads(words[words.index("-d") + 1])
             assert body["model"] == config["applications"][0]["args"]["model_name"]
             assert client.post(path, json=body | {"model": "echo", "max_tokens": 9}).status_code == 200
+        (waiting,) = (command for command in commands() if command.startswith("serve deploy"))
+        assert client.get(re.search(rf"curl -sf {HOME}(/\w+)", waiting)[1]).status_code == 200
         known = client.get("/metrics").text
     replica.close()
     (query,) = (command for command in commands() if "api/v1/query" in command)
