@@ -62,6 +62,7 @@ class Trial:
 
     async def respond(self, request: Request) -> Response:
         """POST /ui/try."""
+        self._replica.check_room()
         wanted = _parse(await read_body(request, MAX_BODY_BYTES))
         prompt_ids = await self._model.aside(render, self._model, [wanted.message], Rendering(), "prompt")
         room = self._model.max_model_len - len(prompt_ids)

@@ -231,6 +231,19 @@ def test_a_failing_prompt_ends_with_its_error(page: TestClient) -> None:
     assert "cursed" in lines(page, prompt="BOOM")[-1]["error"]["message"]
 
 
+def test_a_full_replica_does_not_read_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, engine: EchoEngine, serve: FakeServe
+) -> None:
+    app, replica = operated_app(engine, serve)
+    replica.max_requests = 0
+    monkeypatch.setattr("serve_app.served_model.ServedModel.aside", None)
+    with TestClient(app, raise_server_exceptions=False) as client:
+        response = client.post("/ui/try", json={"prompt": "hello"})
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert int(response.headers["retry-after"]) > 0
+    replica.close()
+
+
 def test_leaving_the_page_ends_the_decoding() -> None:
     import httpx2
 
