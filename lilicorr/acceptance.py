@@ -144,7 +144,9 @@ def paired_gains(table: Sums, others: dict[str, Sums], counts: np.ndarray) -> di
     return gains
 
 
-def by_category(table: Sums, autoregressive: Sums, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
+def by_category(
+    table: Sums, autoregressive: Sums, categories: Sequence[str], counts: np.ndarray
+) -> dict[str, dict[str, Any]]:
     """Tau, tokens per second and speed-up of the prompts of each category; none where the set has no categories."""
     found = {}
     for category in dict.fromkeys(categories):
@@ -153,10 +155,35 @@ def by_category(table: Sums, autoregressive: Sums, categories: Sequence[str]) ->
         found[category] = {
             "num_prompts": int(weights.sum()),
             "tau": _number(_ratio(table, "block_tokens", "blocks", weights)),
+            "tau_ci95": _interval(_ratio(table, "block_tokens", "blocks", counts * weights)),
             "tokens_per_s": _number(speed),
             "speedup": _number(speed / slow),
         }
     return {} if set(found) <= {""} else found
+
+
+SHORTEST = 64  # the first class of lengths ends there
+
+
+def length_class(num_tokens: int) -> str:
+    """The class of inputs of about one length: the power of two, SHORTEST at least, up to which it goes."""
+    return str(max(SHORTEST, 1 << (num_tokens - 1).bit_length()))
+
+
+def concurrent_figures(table: Sums, seconds: float, counts: np.ndarray) -> dict[str, Any]:
+    """Tau and tokens per second of prompts that were decoded together in `seconds`.
+
+    `table` has the sums tokens, blocks and block_tokens, [P]; `counts` [samples, P] come from `resamples`. The
+    throughput is that of one run, so it has no interval over prompts.
+    """
+    everything = np.ones((1, counts.shape[1]))
+    return {
+        "num_prompts": counts.shape[1],
+        "num_tokens": int(table["tokens"].sum()),
+        "tau": _number(_ratio(table, "block_tokens", "blocks", everything)),
+        "tau_ci95": _interval(_ratio(table, "block_tokens", "blocks", counts)),
+        "tokens_per_s": float(table["tokens"].sum() / seconds),
+    }
 
 
 SPREAD = ("tau", "tokens_per_s", "speedup")

@@ -228,9 +228,11 @@ class EvaluateConfig:
     sampled_seeds: tuple[int, ...] = ()  # also decode at `sampled_temperature` with each of these; paper: 42, 43, 44
     sampled_temperature: float = 1.0
     yarn: YarnConfig | None = None  # of every drafter
+    concurrencies: tuple[int, ...] = ()  # decode also so many requests at once, in the engine; paper: 1, 2, 4, ... 32
+    concurrent_sets: tuple[str, ...] = ("speed_1k", "speed_2k", "speed_8k", "speed_16k", "speed_32k")  # of `sets`
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "max_prompts", "max_new_tokens", "bootstrap_samples")
+        at_least(self, 1, "max_prompts", "max_new_tokens", "bootstrap_samples", "concurrencies")
         at_least(self, 0, "temperature", "sampled_temperature", "seed", "sampled_seeds")
 
 

@@ -1,9 +1,9 @@
 """Evaluation: prompt sets through several systems side by side.
 
 Place in the flow: `pipelines/evaluate.py` loads target, draft models and prompts and calls `run_sets`; its
-results go to a JSON file, from which `print_table` and `lilicorr.plots` draw. Every system answers a prompt
-before the next prompt starts, so timings are comparable. The turns of a conversation are decoded in order, with
-the autoregressive reply as history for all systems, so every system sees the same prompts.
+results go to a JSON file, from which `summary`, `tables` and `plots` draw. Every system answers a prompt before the
+next prompt starts, so timings are comparable; `throughput` decodes many at once. The turns of a conversation are
+decoded in order, with the autoregressive reply as history for all systems, so every system sees the same prompts.
 
     python -m lilicorr.evaluate --table 5 --results runs/demo/evaluate
     python -m lilicorr.evaluate --table all --results runs/demo/evaluate --out tables.md
@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from lilicorr.acceptance import (
     answer_sums,
     by_category,
     figures,
+    length_class,
     paired_gains,
     resamples,
     stack_sums,
@@ -50,7 +50,8 @@ from lilicorr.engine.engine import Engine
 from lilicorr.engine.request import Request
 from lilicorr.lattice import candidates
 from lilicorr.provenance import write_atomic
-from lilicorr.tables import TABLES, read_results, tables_text
+from lilicorr.results import read_results
+from lilicorr.tables import LENGTHS, TABLES, tables_text
 from lilicorr.target import Target
 
 logger = logging.getLogger(__name__)
@@ -59,10 +60,10 @@ AUTOREGRESSIVE = "autoregressive"  # always measured; speed-ups are relative to 
 DFLASH = "dflash"  # gains in tau are relative to the system of this name
 EXACT_DTYPES = (torch.float32, torch.float64)  # in which greedy outputs must agree token for token
 # The prompts themselves are in the key, other seeds are other results, and `temperature` is that of the results.
-NOT_IN_KEY = ("sets", "max_prompts", "sampled_seeds", "sampled_temperature")
+OTHER_RESULTS = ("sampled_seeds", "sampled_temperature", "concurrencies", "concurrent_sets")
+NOT_IN_KEY = ("sets", "max_prompts", *OTHER_RESULTS)
 WARM_UP_TOKENS = 16
 LOG_EVERY_S = 30.0
-PRINT_WIDTH = 130  # columns of a log file
 UNKNOWN = -2  # no token: a draft that the target refused
 
 Render = Callable[[list[Message]], list[int]]  # messages that end in a user turn -> prompt ids
@@ -173,9 +174,10 @@ def run_sets(
     of target and draft models: with the config and the prompts it makes the fingerprint of a set.
 
     Returns {"systems": {name: {set: figures}}, "sets": {set: {"fingerprint", "num_turns", ...}}}; the figures
-    are those of `acceptance.figures` and `matches_autoregressive`, the number of prompts whose output is the
-    autoregressive one. Raises ValueError for a set none of whose prompts can be asked, and
-    RuntimeError where a greedy output in fp32 or fp64 differs from the autoregressive one.
+    are those of `acceptance.figures`, some also `by_category` and `by_length` of the input, and
+    `matches_autoregressive`, the number of prompts whose output is the autoregressive one. Raises ValueError for a set
+    none of whose prompts can be asked, and RuntimeError where a greedy output in fp32 or fp64 differs from the
+    autoregressive one.
     """
     if AUTOREGRESSIVE in draft_models:
         raise ValueError(f"no draft model may be called {AUTOREGRESSIVE!r}")
@@ -240,11 +242,14 @@ class SetRunner:
         """The figures of every system; errors as in `run_sets`."""
         sums: dict[str, list[Sums]] = {name: [] for name in self.systems}
         categories: list[str] = []  # of the prompts that were answered
+        lengths: list[str] = []  # classes of their longest inputs
         matches = dict.fromkeys(self.systems, 0)
         began = logged = time.perf_counter()
         for done, prompt in enumerate(prompts, start=1):
-            turns = self._turns(prompt)
-            categories += [prompt.category] if turns else []
+            turns, longest = self._turns(prompt)
+            if turns:
+                categories.append(prompt.category)
+                lengths.append(length_class(longest))
             for name, system in self.systems.items() if turns else ():
                 sums[name].append(system.sums([turn[name] for turn in turns]))
                 matches[name] += all(turn[name].token_ids == turn[AUTOREGRESSIVE].token_ids for turn in turns)
@@ -259,15 +264,17 @@ class SetRunner:
                 f"{self.num_refused}, the context of {self.target.max_length} has no room for the others with "
                 f"max_new_tokens {self.config.max_new_tokens}"
             )
-        return self._figures(sums, matches, categories)
+        return self._figures(sums, matches, categories, lengths)
 
     def report(self) -> dict[str, int]:
         """What was run and what was left out."""
         return {name: getattr(self, name) for name in ("num_turns", "num_dropped", "num_refused", "num_limited")}
 
-    def _turns(self, prompt: Prompt) -> list[dict[str, Answer]]:
-        """The answers of every system to the turns of one conversation, up to one that does not fit."""
+    def _turns(self, prompt: Prompt) -> tuple[list[dict[str, Answer]], int]:
+        """The answers of every system to the turns of one conversation, up to one that does not fit; the tokens of the
+        longest input."""
         turns: list[dict[str, Answer]] = []
+        longest = 0
         history: list[Message] = []
         for message in prompt.messages:
             history.append(message)
@@ -284,12 +291,13 @@ class SetRunner:
                 break
             answers = self._answers(f"{prompt.id} (turn {len(turns) + 1})", prompt_ids)
             turns.append(answers)
+            longest = max(longest, len(prompt_ids))
             reply = answers[AUTOREGRESSIVE].token_ids
             self.num_turns += 1
             self.num_limited += reply[-1] not in self.params.stop_ids
             if message is not prompt.messages[-1]:
                 history.append({"role": "assistant", "content": answer_text(self.target.tokenizer, reply)})
-        return turns
+        return turns, longest
 
     def _answers(self, where: str, prompt_ids: list[int]) -> dict[str, Answer]:
         """One turn by every system; the first calls of a set are slower and are made before it is measured."""
@@ -317,7 +325,7 @@ class SetRunner:
         )
 
     def _figures(
-        self, sums: dict[str, list[Sums]], matches: dict[str, int], categories: list[str]
+        self, sums: dict[str, list[Sums]], matches: dict[str, int], categories: list[str], lengths: list[str]
     ) -> dict[str, dict[str, Any]]:
         """Figures of every system over the same resamples of the prompts."""
         tables = {name: stack_sums(prompts) for name, prompts in sums.items()}
@@ -330,51 +338,18 @@ class SetRunner:
             found[name] = {**values, "matches_autoregressive": matches[name]}
             if name != AUTOREGRESSIVE:
                 found[name]["tau_gain_over"] = paired_gains(table, others, counts)
-            kinds = by_category(table, tables[AUTOREGRESSIVE], categories)
+            kinds = by_category(table, tables[AUTOREGRESSIVE], categories, counts)
             if kinds:
                 found[name]["by_category"] = kinds
+            classes = by_category(table, tables[AUTOREGRESSIVE], lengths, counts)
+            found[name]["by_length"] = {length: classes[length] for length in sorted(classes, key=int)}
         return found
-
-
-def print_table(results: dict[str, Any]) -> None:
-    """Print tau with its interval and the speed-up by system and set, then the slots of the first set."""
-    from rich.console import Console
-    from rich.table import Table
-
-    names = list(results["sets"])
-    table = Table(title="acceptance length tau [95 % interval], speed-up over autoregression; (drafted width, prompts)")
-    slots = Table(title=f"accepted prefix by any candidate, the head's choice and top-1, on {names[0]}")
-    counts = next(iter(results["systems"].values()))
-    for column in ("system", *(f"{name} ({counts[name]['num_prompts']})" for name in names)):
-        table.add_column(column, no_wrap=True)
-    for column in ("system", "oracle", "selected", "top-1", "acceptance of slots 1, 2, ..."):
-        slots.add_column(column, no_wrap=column == "system")
-    for system, by_set in results["systems"].items():
-        first = by_set[names[0]]
-        row = f"{system} ({first['drafted_width']})" if first["drafted_width"] else system
-        table.add_row(row, *[_cell(by_set[name]) for name in names])
-        if first["per_slot"]:
-            prefixes = [_show(first[f"{name}_prefix"]) for name in ("oracle", "selected", "top1")]
-            slots.add_row(system, *prefixes, " ".join(_show(value) for value in first["per_slot"]))
-    console = Console(width=None if sys.stdout.isatty() else PRINT_WIDTH)
-    console.print(table)
-    console.print(slots)
-
-
-def _cell(values: dict[str, Any]) -> str:
-    """Two lines of the table."""
-    low, high = values["tau_ci95"] or (None, None)
-    return f"{_show(values['tau'])} \\[{_show(low)}, {_show(high)}]\n{_show(values['speedup'])}x"
-
-
-def _show(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print tables of a finished evaluation, or what a benchmark's file holds."""
     parser = argparse.ArgumentParser(description="The paper's tables from the results of a run.")
-    parser.add_argument("--table", help=f"all, or one of {', '.join(map(str, TABLES))}")
+    parser.add_argument("--table", help=f"all, {LENGTHS}, or one of {', '.join(map(str, TABLES))}")
     parser.add_argument("--results", type=Path, help="folder of results.json: runs/PROFILE/evaluate")
     parser.add_argument("--out", type=Path, help="write there instead of printing")
     parser.add_argument("--benchmark", help=f"one of {', '.join(BENCHMARKS)}")

@@ -3,7 +3,7 @@
 Place in the flow: `pipelines/evaluate.py` leaves `results.json` (greedy) and `sampled.json` (means over seeds at
 temperature 1) in a folder; `python -m lilicorr.evaluate --table N --results FOLDER` prints table N of it. What the
 setting has in common with the paper's, and what not, stands under every table. The paper's values are in
-`paper_tables.json`. Paper: Tables 1, 5 to 15.
+`paper_tables.json`. Paper: Tables 1, 5 to 17, 16 and 17 as a column of 13 and 14; `lengths` is ours.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from lilicorr.results import Results
 
 SYSTEMS = {
     "lilicorr": "LiLiCorr",
@@ -33,7 +34,6 @@ SETS = {
     "mt_bench": "MT-Bench",
     "speed_bench": "SPEED",
 }
-SUBSETS = {"gsm8k": "gsm8k_100", "aime25": "aime25_25"}  # what packages ship of a set
 REGIMES = {"greedy": "Greedy, T = 0", "sampled": "Sampling, T = 1"}
 ALL_FIGURES = ("tau", "tokens_per_s", "speedup")
 TIERS = {"low": "low_entropy", "mixed": "mixed", "high": "high_entropy"}
@@ -48,65 +48,33 @@ PAPER_SETTING = {
     "train.runs.lilicorr.epochs": 6.0,
 }
 NONE = "–"
-
-
-@dataclass(frozen=True)
-class Results:
-    """What an evaluation left."""
-
-    greedy: dict[str, Any]
-    sampled: dict[str, Any] | None  # means over seeds, None where none was asked for
-
-    def cell(self, regime: str, system: str, name: str) -> dict[str, Any] | None:
-        """The figures of a system on a set, None where it was not measured."""
-        source = self.greedy if regime == "greedy" else self.sampled
-        return source["systems"].get(system, {}).get(name) if source else None
-
-    def own_set(self, name: str) -> str | None:
-        """The set of the run that stands for the paper's set: itself, else the packaged part of it."""
-        measured = self.greedy["sets"]
-        return next((own for own in (name, SUBSETS.get(name)) if own in measured), None)
-
-
-def read_results(folder: Path) -> Results:
-    """The results in a folder; raises ValueError if there are none, or sampled ones that do not belong to them."""
-    path = folder / "results.json"
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: run pipelines/evaluate.py first")
-    greedy, sampled = _json(path), folder / "sampled.json"
-    if not sampled.is_file():
-        return Results(greedy, None)
-    drawn = _json(sampled)
-    if problem := stale(drawn, greedy):
-        raise ValueError(f"{sampled}: {problem}; run pipelines/evaluate.py again, or remove the file")
-    return Results(greedy, drawn)
-
-
-def stale(sampled: dict[str, Any], greedy: dict[str, Any]) -> str | None:
-    """Why the figures of `sampled.json` do not belong to those of `results.json`, None if they do."""
-    if "sets" not in sampled:
-        return "an older version made it, without fingerprints"
-    made = {name: values["greedy_fingerprint"] for name, values in sampled["sets"].items()}
-    there = {name: values["fingerprint"] for name, values in greedy["sets"].items()}
-    names = [name for name in made.keys() | there.keys() if made.get(name) != there.get(name)]
-    return f"results.json has since been made anew on {', '.join(sorted(names))}" if names else None
-
-
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+DAGGER = "†"
+LENGTHS = "lengths"
+LENGTHS_NOTE = (
+    "An input is counted in tokens, under the power of two that it has room in, a conversation by its longest; the "
+    "paper has no such table. 95 % intervals over prompts."
+)
+BY_LENGTH_NOTE = (
+    "c requests at once (`evaluate.concurrencies`); of concurrencies that were not decoded the paper's rows are in "
+    f"`paper_tables.json`. {DAGGER}: never so many at once, for want of prompts or of room for their keys and values."
+)
 
 
 @functools.lru_cache
 def paper_tables() -> dict[str, Any]:
     """The paper's values by table number."""
-    return _json(Path(__file__).parent / "paper_tables.json")
+    return json.loads((Path(__file__).parent / "paper_tables.json").read_text(encoding="utf-8"))
 
 
 def tables_text(asked: str, results: Results) -> str:
     """The paper's table of that number, or all of them for `all`; errors as of `paper_table`."""
-    if asked != "all" and not asked.isdigit():
-        raise ValueError(f"table must be all or one of {', '.join(map(str, TABLES))}, got {asked!r}")
-    return "\n\n".join(paper_table(number, results) for number in (TABLES if asked == "all" else [int(asked)]))
+    if asked == "all":
+        return "\n\n".join([*(paper_table(number, results) for number in TABLES), lengths_table(results)])
+    if asked == LENGTHS:
+        return lengths_table(results)
+    if not asked.isdigit():
+        raise ValueError(f"table must be all or one of {', '.join(map(str, [*TABLES, LENGTHS]))}, got {asked!r}")
+    return paper_table(int(asked), results)
 
 
 def paper_table(number: int, results: Results) -> str:
@@ -114,11 +82,11 @@ def paper_table(number: int, results: Results) -> str:
     if number not in TABLES:
         raise ValueError(f"table must be one of {', '.join(map(str, TABLES))}, got {number}")
     title, build = TABLES[number]
-    size = "4B" if number in (6, 8, 10) else "8B"
-    return "\n".join([f"### Table {number}: {title}", "", *build(number, results), "", *setting(results, size)])
+    said = f"{setting(results, '4B' if number in (6, 8, 10) else '8B')} Paper's values in brackets."
+    return "\n".join([f"### Table {number}: {title}", "", *build(number, results), "", said])
 
 
-def setting(results: Results, size: str) -> list[str]:
+def setting(results: Results, size: str) -> str:
     """What the run shares with the paper's, said plainly: the paper's values are no goal where it differs."""
     config = results.greedy["provenance"]["config"]
     wanted = {"target.source": f"Qwen/Qwen3-{size}", **PAPER_SETTING}
@@ -128,8 +96,8 @@ def setting(results: Results, size: str) -> list[str]:
     widths = {cell["drafted_width"] for by_set in results.greedy["systems"].values() for cell in by_set.values()}
     width = f"Drafted width {', '.join(str(width) for width in sorted(widths - {0}))}."
     if not differing:
-        return [f"The setting is the paper's as far as a profile states it. {width} Paper's values in brackets."]
-    return [f"**Not the paper's setting**: {'; '.join(differing)}. {width} Paper's values in brackets."]
+        return f"The setting is the paper's as far as a profile states it. {width}"
+    return f"**Not the paper's setting**: {'; '.join(differing)}. {width}"
 
 
 def _at(node: Any, path: str) -> Any:
@@ -288,21 +256,69 @@ def _gain(cell: dict[str, Any] | None, greedy: dict[str, Any] | None, base: str,
 
 
 def by_length(number: int, results: Results) -> list[str]:
-    """Tables 13 and 14 at concurrency 1: this evaluation decodes one request at a time."""
+    """Tables 13 and 14; in Table 13 also the run's other sets that were decoded at several concurrencies.
+
+    Without engine figures of concurrency 1 its row has those of one request at a time in the reference decoder.
+    """
     systems = {"autoregressive": "Autoregressive", **SYSTEMS, "lilicorr_margin": "LiLiCorr + margin"}
+    published, rows = paper_tables()[str(number)], []
+    parts = {part: (f"speed_{part.split()[0]}", TIERS[part.split()[1]]) for part in published}
+    if number == 13:
+        parts |= other_parts(results)
+    for part, (name, category) in parts.items():
+        cells = {system: results.cell("greedy", system, name) or {} for system in systems}
+        together = {system: cell.get("by_concurrency", {}) for system, cell in cells.items()}
+        for count in sorted({1, *(int(count) for found in together.values() for count in found)}):
+            row, short = [], False
+            for system in systems:
+                alone = {"": cells[system] or None, **cells[system].get("by_category", {})} if count == 1 else {}
+                own = together[system].get(str(count), alone).get(category)
+                paper = published.get(part, {}).get(str(count), {}).get(system)
+                if paper is not None and len(paper) == 2:  # the paper gives autoregression no tau
+                    paper = [1.0, *paper]
+                row.append(beside(own, paper, ALL_FIGURES))
+                short = short or (own or {}).get("rows", count) < count
+            rows.append([part, f"{count}{DAGGER if short else ''}", *row])
+    return [*markdown(["input", "c", *systems.values()], rows), "", BY_LENGTH_NOTE]
+
+
+def other_parts(results: Results) -> dict[str, tuple[str, str]]:
+    """(set, category) by label of what else was decoded at several concurrencies."""
+    found = {}
+    for name, cell in results.greedy["systems"]["autoregressive"].items():
+        categories = {category for part in cell.get("by_concurrency", {}).values() for category in part}
+        if not name.startswith("speed_"):
+            found |= {f"{name} {category}".strip(): (name, category) for category in sorted(categories)}
+    return found
+
+
+def lengths_table(results: Results) -> str:
+    """Tau by length of the input, of all systems, and without YaRN beside them: Markdown."""
+    config = results.greedy["provenance"]["config"]
+    plain = {name for name, system in (_at(config, "evaluate.systems") or {}).items() if system.get("yarn") is False}
+    systems = [name for name in results.greedy["systems"] if name in {*SYSTEMS, "lilicorr_margin", *plain}]
     rows = []
-    for part, paper in paper_tables()[str(number)].items():
-        length, tier = part.split()
-        cells = []
-        for system in systems:
-            whole = results.cell("greedy", system, f"speed_{length}") or {}
-            published = paper["1"].get(system)
-            if published is not None and len(published) == 2:  # the paper gives autoregression no tau
-                published = [1.0, *published]
-            cells.append(beside(whole.get("by_category", {}).get(TIERS[tier]), published, ALL_FIGURES))
-        rows.append([part, "1", *cells])
-    note = "Concurrency above 1 is not decoded here; the paper's rows for it are in `paper_tables.json`."
-    return [*markdown(["input", "c", *systems.values()], rows), "", note]
+    for name in results.greedy["sets"]:
+        cells = [(results.cell("greedy", system, name) or {}).get("by_length", {}) for system in systems]
+        for most in sorted({most for cell in cells for most in cell}, key=int):
+            found = [cell.get(most) for cell in cells]
+            prompts = next(values["num_prompts"] for values in found if values is not None)
+            rows.append([name, f"up to {most}", str(prompts), *map(_tau, found)])
+    yarn = _at(config, "evaluate.yarn")
+    if yarn is None:
+        said = "No drafter is extended (`evaluate.yarn` is null)."
+    else:
+        said = f"The drafters are extended by YaRN, {yarn}; without it: {', '.join(sorted(plain)) or 'none'}."
+    trained = f"They were trained on rows of up to {_at(config, 'train.max_length')} tokens."
+    lines = ["### Acceptance length by input length", "", *markdown(["set", "input", "prompts", *systems], rows), ""]
+    return "\n".join([*lines, f"{said} {trained} {LENGTHS_NOTE} {setting(results, '8B')}"])
+
+
+def _tau(values: dict[str, Any] | None) -> str:
+    if values is None or values["tau"] is None:
+        return NONE
+    low, high = values["tau_ci95"] or (None, None)
+    return show([values["tau"]], ["tau"]) + ("" if low is None else f" [{low:.2f}, {high:.2f}]")
 
 
 def margin(number: int, results: Results) -> list[str]:

@@ -38,8 +38,9 @@ from lilicorr.evaluate import AUTOREGRESSIVE, MakeSystem, Prompt, System, run_se
 from lilicorr.plots import draw_plots
 from lilicorr.prompts import read_conversations
 from lilicorr.provenance import provenance, sha256_tree, write_json
-from lilicorr.tables import stale
+from lilicorr.results import stale
 from lilicorr.target import Target, load_target
+from lilicorr.throughput import measure_throughput
 from pipelines import local
 from pipelines.errors import sent_home
 from pipelines.inputs import HELD_OUT, set_entries
@@ -83,7 +84,8 @@ def measure(config: PipelineConfig, make_system: MakeSystem = System) -> dict[st
     """Evaluate every system of the profile on every set; returns tau by system and set.
 
     With `evaluate.sampled_seeds` all systems are decoded once more for each seed, at `sampled_temperature`:
-    `sampled_<seed>.json`, and in `sampled.json` means and deviations over the seeds.
+    `sampled_<seed>.json`, and in `sampled.json` means and deviations over the seeds. With `evaluate.concurrencies`
+    they are decoded once more greedily for each, so many requests at once (`lilicorr.throughput`).
 
     Raises ValueError for a set or system that does not exist, and as `lilicorr.evaluate.run_sets` does.
     """
@@ -130,7 +132,10 @@ def measure_systems(config: PipelineConfig, make_system: MakeSystem) -> dict[str
         previous = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         others = draft_models.keys() - models.keys()
         own = {key: value for key, value in identity.items() if key not in others}
-        return run_sets(target, models, prompts, settings, render, own, previous, save, make_system)
+        found = run_sets(target, models, prompts, settings, render, own, previous, save, make_system)
+        if regime == "sampled":
+            return found
+        return measure_throughput(target, models, prompts, settings, render, found, save)
 
     results = measure("results.json", settings)
     sampled = [

@@ -202,7 +202,7 @@ def print_results(config: PipelineConfig, first: str | None = None) -> None:
         if decision.runs:
             print(f"evaluate: to do: {decision.reason}")
         else:
-            from lilicorr.evaluate import print_table
+            from lilicorr.summary import print_table
 
             print_table(json.loads(results.read_text(encoding="utf-8")))
     endpoint = config.directory / "deploy" / "endpoint.json"

@@ -73,8 +73,14 @@ def evaluate(config: PipelineConfig) -> list[str]:
     """Files and names of the prompt sets, and the runs of the systems."""
     problems, wrong_sets = problem_of(check_target, config.target), problem_of(set_entries, config.evaluate.sets)
     problems += wrong_sets
-    for name, file in set_entries(config.evaluate.sets).items() if not wrong_sets else ():
+    files = {} if wrong_sets else set_entries(config.evaluate.sets)
+    for name, file in files.items():
         problems += [] if name == HELD_OUT else problem_of(check_benchmark, name, file)
+    if files and config.evaluate.concurrencies and not files.keys() & set(config.evaluate.concurrent_sets):
+        wanted = ", ".join(config.evaluate.concurrent_sets) or "empty"
+        problems.append(
+            f"evaluate.concurrencies: none of concurrent_sets ({wanted}) is among evaluate.sets ({', '.join(files)})"
+        )
     for name, system in config.evaluate.systems.items():
         problems += [] if system.run is None else problem_of(check_run, config, f"evaluate.systems.{name}", system.run)
     return problems

@@ -20,6 +20,7 @@ from lilicorr.config import LiLiCorrConfig, PipelineConfig, RunConfig, SystemCon
 
 SYSTEMS = ("autoregressive", "dflash", "domino", "dspark", "dspark_sampled", "lilicorr", "lilicorr_margin")
 WALKS = ("exact", "lookahead")  # besides the greedy walk, on every LiLiCorr checkpoint
+WITHOUT_YARN = "_no_yarn"  # of every system, where the profile has evaluate.yarn
 SEEDS = (42, 43, 44)  # of the paper's runs at temperature 1
 MARGIN = {"margin_blend": 0.5, "margin": 2.0}  # mu and rho of Appendix G
 PUBLISHED_WIDTH = 1024  # of the LiLiCorr head and of Domino's recurrent cell; a smaller profile scales both
@@ -37,6 +38,8 @@ def chosen(names: str) -> tuple[str, ...]:
 
 def with_systems(config: PipelineConfig, names: Sequence[str]) -> PipelineConfig:
     """The profile with the runs of these systems, and evaluated greedily and at temperature 1 over three seeds.
+
+    Where it extends its drafters (`evaluate.yarn`), every system is decoded greedily without the extension too.
 
     Raises ValueError if the profile lacks the runs `dflash` and `lilicorr`, which the others are derived from.
     """
@@ -57,6 +60,8 @@ def with_systems(config: PipelineConfig, names: Sequence[str]) -> PipelineConfig
         if name.startswith("lilicorr"):
             for walk in WALKS:
                 systems[f"{name}_{walk}"] = SystemConfig(run, head_config={"walk": walk}, only="greedy")
+        if config.evaluate.yarn is not None and name not in ("autoregressive", "dspark_sampled"):
+            systems[f"{name}{WITHOUT_YARN}"] = SystemConfig(run, yarn=False, only="greedy")
     evaluate = replace(
         config.evaluate, systems=systems | config.evaluate.systems, sampled_seeds=config.evaluate.sampled_seeds or SEEDS
     )

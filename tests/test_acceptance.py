@@ -14,7 +14,9 @@ from lilicorr.acceptance import (
     add_sums,
     answer_sums,
     by_category,
+    concurrent_figures,
     figures,
+    length_class,
     over_seeds,
     paired_gains,
     resamples,
@@ -136,12 +138,30 @@ def test_intervals_cover_a_known_difference_as_often_as_they_say():
     assert 0.89 < covered / trials < 0.985
 
 
+def test_classes_of_lengths_end_at_powers_of_two():
+    classes = {1: "64", 64: "64", 65: "128", 1024: "1024", 1025: "2048", 40_000: "65536"}
+    assert {length: length_class(length) for length in classes} == classes
+
+
+def test_prompts_decoded_together_share_their_seconds():
+    together = table([9, 3, 6], [3, 3, 2], [np.nan] * 3)
+    together["tokens"] = together["block_tokens"] + 1
+    found = concurrent_figures(together, 1.5, np.array([[1, 1, 1], [2, 1, 0]]))
+    bounds = found.pop("tau_ci95")
+    assert found == {"num_prompts": 3, "num_tokens": 21, "tau": 18 / 8, "tokens_per_s": 14.0}
+    assert bounds == pytest.approx(np.percentile([18 / 8, 21 / 9], [2.5, 97.5]))
+
+
 def test_spread_over_seeds_and_figures_by_category_by_hand():
     ours, plain = table([9, 3, 6], [3, 3, 2], [1.0, 1.0, 2.0]), table([9, 3, 6], [9, 3, 6], [3.0, 1.0, 6.0])
-    kinds = by_category(ours, plain, ["math", "qa", "math"])
+    counts = np.array([[1, 1, 1], [2, 1, 0], [0, 3, 0]])  # in the last no prompt of `math` was drawn
+    kinds = by_category(ours, plain, ["math", "qa", "math"], counts[[0, 0, 1, 2]])
+    assert kinds["math"].pop("tau_ci95") == [3.0, 3.0]
     assert kinds["math"] == {"num_prompts": 2, "tau": 3.0, "tokens_per_s": 5.0, "speedup": 5.0 / (15 / 9)}
     assert kinds["qa"]["tau"] == 1.0 and list(kinds) == ["math", "qa"]
-    assert by_category(ours, plain, ["", "", ""]) == {}
+    assert by_category(ours, plain, ["", "", ""], counts) == {}
+    uneven = by_category(table([9, 3, 2], [3, 3, 2], [1, 1, 2]), plain, ["math", "qa", "math"], counts[[0, 1]])["math"]
+    assert uneven["tau"] == 2.2 and uneven["tau_ci95"] == pytest.approx(np.percentile([11 / 5, 3.0], [2.5, 97.5]))
     gains = paired_gains(ours, {"plain": plain}, resamples(3, 50, seed=0))
     assert gains["plain"]["gain"] == pytest.approx(18 / 8 - 1) and len(gains["plain"]["ci95"]) == 2
 

@@ -23,7 +23,8 @@ from lilicorr.config import (
 )
 from lilicorr.prompts import Conversation, write_conversations
 from lilicorr.provenance import write_json
-from lilicorr.tables import TABLES, paper_table, read_results
+from lilicorr.results import read_results
+from lilicorr.tables import TABLES, paper_table
 from lilicorr.target import default_layer_ids, load_target
 from lilicorr.tiny import tiny_target_folder
 from pipelines import evaluate, train

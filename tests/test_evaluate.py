@@ -18,7 +18,8 @@ from lilicorr.config import DrafterConfig, EvaluateConfig
 from lilicorr.decode import SamplingParams
 from lilicorr.draft_model import DraftModel, build_draft_model
 from lilicorr.drafter import block_spec, drafter_shape
-from lilicorr.evaluate import AUTOREGRESSIVE, Prompt, SetRunner, System, print_table, run_sets
+from lilicorr.evaluate import AUTOREGRESSIVE, Prompt, SetRunner, System, run_sets
+from lilicorr.summary import print_table
 from lilicorr.target import Target
 from lilicorr.tiny import byte_tokenizer
 
@@ -70,7 +71,7 @@ def test_results_have_every_key_and_are_json(chat_target: Target, capsys: pytest
     keys = {"num_prompts", "num_blocks", "num_tokens", "matches_autoregressive"}
     figures = {"tau", "per_slot", "tokens_per_s", "speedup", "oracle_prefix", "selected_prefix", "top1_prefix"}
     keys |= figures | {f"{name}_ci95" for name in figures}
-    keys |= {"drafted_width", "drafted_per_block"}
+    keys |= {"drafted_width", "drafted_per_block", "by_length"}
     gains = {"tau_gain_over_dflash", "tau_gain_over_dflash_percent"}
     gains |= {f"{name}_ci95" for name in gains}
     assert list(results["systems"]) == [AUTOREGRESSIVE, "dflash", "lilicorr"]
@@ -109,6 +110,24 @@ def test_figures_by_category(chat_target: Target):
     assert "by_category" not in results["systems"]["lilicorr"]["plain"]
     alone = run(chat_target, {"chat": prompts[1:2]})["systems"]["lilicorr"]["chat"]
     assert cell["by_category"]["b"]["tau"] == alone["tau"] == alone["by_category"]["b"]["tau"]
+
+
+def test_figures_by_length_of_the_input(chat_target: Target):
+    """A conversation counts under its longest input; the figures of a class are those of its prompts alone."""
+    chat_target.lm_head[70:72] *= 8  # so that an untrained drafter is right now and then
+    short = [ask("a", "x" * 20), ask("b", "y" * 50)]
+    long = [ask("c", "z" * 90), ask("d", "one", "w" * 60)]
+    lengths = [len(render(prompt.messages)) for prompt in [*short, *long[:1]]]
+    assert max(lengths[:2]) <= 64 < lengths[2] <= 128
+    results = run(chat_target, {"chat": [long[0], *short, long[1]]})
+    cell = results["systems"]["lilicorr"]["chat"]
+    assert [(name, kind["num_prompts"]) for name, kind in cell["by_length"].items()] == [("64", 2), ("128", 2)]
+    taus = []
+    for name, prompts in (("64", short), ("128", long)):
+        alone, found = run(chat_target, {"chat": prompts})["systems"]["lilicorr"]["chat"], cell["by_length"][name]
+        assert found["tau"] == alone["tau"] and found["tau_ci95"][0] <= found["tau"] <= found["tau_ci95"][1]
+        taus.append(found["tau"])
+    assert taus[0] != taus[1]
 
 
 def test_turns_are_decoded_in_order_with_the_targets_own_reply_as_history(chat_target: Target):

@@ -12,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from lilicorr import throughput
 from lilicorr.checkpoint import save_draft_model
 from lilicorr.config import PipelineConfig, SystemConfig, TargetConfig, TrainConfig, from_dict
 from lilicorr.evaluate import SetRunner
 from lilicorr.prompts import Conversation, write_conversations
 from lilicorr.provenance import sha256_tree, write_json
-from lilicorr.tables import read_results
+from lilicorr.results import read_results
+from lilicorr.tables import tables_text
 from lilicorr.target import default_layer_ids, load_target
 from pipelines import evaluate as stage
 from pipelines.prepare import describe_target
@@ -143,6 +145,25 @@ def test_the_stage_decodes_again_for_every_seed(trained: PipelineConfig, monkeyp
     assert spread["provenance"]["config"]["evaluate"]["sampled_seeds"] == [1, 2]
     assert read_results(folder).sampled["systems"] == spread["systems"]
     assert stage.measure(config) == summary and (folder / "sampled.json").is_file()  # without seeds it still belongs
+
+
+def test_the_stage_decodes_at_every_concurrency_once(trained: PipelineConfig, monkeypatch: pytest.MonkeyPatch):
+    config = with_evaluate(trained, concurrencies=(2,), concurrent_sets=("held_out",), sampled_seeds=(1,))
+    summary, folder = stage.measure(config), config.directory / "evaluate"
+    systems = json.loads((folder / "results.json").read_text())["systems"]
+    for system, by_set in systems.items():
+        values = by_set["held_out"]["by_concurrency"]["2"][""]
+        assert (values["rows"], values["num_prompts"], values["matches_autoregressive"]) == (2, 3, 3), system
+        assert values["tau"] == by_set["held_out"]["tau"] and values["tokens_per_s"] > 0
+    assert "by_concurrency" not in (folder / "sampled_1.json").read_text()
+    printed = tables_text("13", read_results(folder))
+    assert "| held_out | 2 |" in printed and "| held_out | 1 |" in printed
+    monkeypatch.setattr(throughput, "decode_together", lambda *_: pytest.fail("it was decoded at once"))
+    monkeypatch.setattr(SetRunner, "run", lambda *_: pytest.fail("the set was done"))
+    assert stage.measure(config) == stage.measure(trained) == summary
+    assert json.loads((folder / "results.json").read_text())["systems"] == systems
+    with pytest.raises(pytest.fail.Exception, match="it was decoded at once"):
+        stage.measure(with_evaluate(config, concurrencies=(2, 3)))
 
 
 def test_greedy_results_outlive_a_change_of_what_is_sampled(trained: PipelineConfig, monkeypatch: pytest.MonkeyPatch):

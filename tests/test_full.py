@@ -158,7 +158,7 @@ def test_the_table_of_other_draft_models_is_not_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(full, "STAGES", STAGES)
-    monkeypatch.setattr("lilicorr.evaluate.print_table", lambda results: print(results["table"]))
+    monkeypatch.setattr("lilicorr.summary.print_table", lambda results: print(results["table"]))
     config = PipelineConfig(profile="p", run_dir=str(tmp_path))
     write_json(config.directory / "evaluate" / "results.json", {"table": "tau"})
 

@@ -36,6 +36,10 @@ LAW_FORMS = (
 )
 
 
+def test_every_head_has_its_law_here() -> None:
+    assert {FORMS[form][0] for form in LAW_FORMS} == set(HEADS)
+
+
 @dataclass(frozen=True, eq=False)
 class Law:
     """Blocks of one head against the table `target` [12, 12] of logits of the next token."""

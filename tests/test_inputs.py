@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -165,3 +166,13 @@ def test_the_files_of_a_config_are_named(tmp_path: Path) -> None:
 
 def test_the_stages_know_their_sources() -> None:
     assert {stage.name: stage.sources for stage in STAGES if stage.sources} == inputs.SOURCES
+
+
+def test_concurrencies_need_a_set_to_be_tried_on() -> None:
+    def problems(**settings: Any) -> list[str]:
+        return inputs.evaluate(from_dict(PipelineConfig, {"evaluate": {"sets": ["held_out"], **settings}}))
+
+    assert problems() == problems(concurrencies=[2], concurrent_sets=["held_out"]) == []
+    (problem,) = problems(concurrencies=[2])
+    assert problem.startswith("evaluate.concurrencies: none of concurrent_sets (speed_1k, ")
+    assert problem.endswith(" is among evaluate.sets (held_out)")

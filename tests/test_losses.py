@@ -60,6 +60,11 @@ def test_distractor_penalty_by_hand():
     term = distractor_penalty(SCORES, target_logits, GOLD, BOTH, 1.0)
     # Slot 1: only candidate 0 lies below the ground truth, by 4; candidate 2 lies above and is clipped.
     assert mean(term) == pytest.approx(float(probs[0]) * 4 / 2)
+    target_logits[0, 1] = torch.tensor([-1.0, 0.5, 2.0])  # Slot 2: below it by 3 and by 1.5
+    second = SCORES[0, 1].softmax(-1)
+    both = float(probs[0]) * 4 + float(second[0]) * 3 + float(second[1]) * 1.5
+    assert mean(distractor_penalty(SCORES, target_logits, GOLD, BOTH, 1.0)) == pytest.approx(both / 2)
+    assert mean(distractor_penalty(SCORES, target_logits, GOLD, FIRST, 1.0)) == pytest.approx(float(probs[0]) * 4)
 
 
 def test_distractor_penalty_does_not_see_the_normaliser():

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lilicorr.config import LiLiCorrConfig, PipelineConfig, TrainConfig, from_dict, load_profile
+from lilicorr.config import LiLiCorrConfig, PipelineConfig, TrainConfig, YarnConfig, from_dict, load_profile
 from lilicorr.draft_model import check_blocks
 from lilicorr.heads import HEADS
 from pipelines.full import ABLATION, main, with_ablations
-from pipelines.systems import SYSTEMS, chosen, with_systems
+from pipelines.systems import SYSTEMS, WITHOUT_YARN, chosen, with_systems
 
 PROFILES = Path(__file__).parents[1] / "pipelines" / "profiles"
 NAMES = sorted(path.stem for path in PROFILES.glob("*.yaml"))
@@ -68,6 +68,20 @@ def test_the_systems_are_those_of_the_paper() -> None:
     width = from_dict(LiLiCorrConfig, small["lilicorr"].head_config).hidden_size
     assert small["domino"].head_config["gru_hidden_dim"] == width
     assert small["dspark"].head_config["markov_rank"] == small["domino"].head_config["emb_dim"] == width // 4
+
+
+def test_an_extended_profile_is_decoded_without_yarn_too() -> None:
+    plain = load("demo")
+    yarn = YarnConfig(factor=4.0, original_max_position_embeddings=512)
+    config = with_systems(replace(plain, evaluate=replace(plain.evaluate, yarn=yarn)), chosen("all"))
+    systems = config.evaluate.systems
+    twins = {name: systems[name] for name in systems if name.endswith(WITHOUT_YARN)}
+    assert {name.removesuffix(WITHOUT_YARN) for name in twins} == set(SYSTEMS) - {"autoregressive", "dspark_sampled"}
+    for name, twin in twins.items():
+        assert twin == replace(systems[name.removesuffix(WITHOUT_YARN)], yarn=False, only="greedy")
+    assert all(system.yarn for name, system in systems.items() if name not in twins)
+    before = with_systems(plain, chosen("all")).evaluate.systems
+    assert set(systems) - set(twins) == set(before)
 
 
 def test_a_start_from_a_folder_does_not_fit_the_other_layout() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from lilicorr.evaluate import main
-from lilicorr.tables import SETS, SYSTEMS, TABLES, Results, paper_table, paper_tables, read_results
+from lilicorr.results import Results, read_results
+from lilicorr.tables import SETS, SYSTEMS, TABLES, paper_table, paper_tables, tables_text
 
 EVERY = [
     "autoregressive",
@@ -67,6 +68,12 @@ def test_the_papers_values_were_taken_over_whole() -> None:
     assert tables["7"]["greedy"]["multilingual"]["domino"] == [4.96, 530.0]
     assert tables["10"]["tau"]["aime25"]["domino"] == [4.72, 0.27]
     assert tables["14"]["32k high"]["32"]["dspark"] == [3.22, 412.0, 1.64]
+    assert tables["14"]["32k high"]["32"]["lilicorr_margin"] == [3.2, 415.0, 1.65]  # of Tables 16 and 17
+    for part in (*tables["13"].values(), *tables["14"].values()):  # "the highest throughput at every one of ninety"
+        assert list(part) == ["1", "2", "4", "8", "16", "32"]
+        for by_system in part.values():
+            rivals = [by_system[system][1] for system in ("dflash", "domino", "dspark")]
+            assert by_system["lilicorr_margin"][1] >= max(rivals), by_system
     for name, walk in tables["12"].items():
         assert 100 * (walk["exact"] / walk["greedy"] - 1) == pytest.approx(walk["percent"], abs=0.03), name
     assert all(len(tables[number]) == count for number, count in (("13", 6), ("14", 9), ("15", 2)))
@@ -135,8 +142,53 @@ def test_categories_and_lengths() -> None:
     assert rows(paper_table(7, results), "coding")[0][1] == "5.00 / 500 (6.33 / 681)"
     assert rows(paper_table(7, results), "math")[0][1] == "– (6.96 / 760)"
     low = rows(paper_table(13, results), "1k low")[0]
+    assert len(rows(paper_table(13, results), "1k low")) == 1
     assert low[1:4] == ["1", "6.00 / 600 / 3.00x (1.00 / 148 / 1.00x)", "6.00 / 600 / 3.00x (4.93 / 516 / 3.49x)"]
     assert rows(paper_table(13, results), "2k low")[0][3] == "– (5.49 / 559 / 3.83x)"
+
+
+def test_concurrencies_beside_the_papers() -> None:
+    """What was decoded at once stands beside the paper's row of that concurrency, at 1 in place of the reference's."""
+    results = make_results(speed_32k={"by_category": {"high_entropy": cell(5.0)}}, held_out={}, speed_1k={})
+    for number, by_set in enumerate(results.greedy["systems"].values()):
+        high = {"1": cell(2.0, rows=1), "32": cell(2.5 + number, rows=9), "3": cell(1.5, rows=3)}
+        by_set["speed_32k"]["by_concurrency"] = {count: {"high_entropy": values} for count, values in high.items()}
+        by_set["held_out"]["by_concurrency"] = {"8": {"": cell(4.5, rows=8)}}
+    drafted = list(results.greedy["systems"]).index("lilicorr")
+    one, three, most = rows(paper_table(14, results), "32k high")
+    assert [row[1] for row in (one, three, most)] == ["1", "3", "32†"]
+    assert one[3] == "2.00 / 200 / 1.00x (3.12 / 200 / 1.96x)" and three[3] == "1.50 / 150 / 0.75x"
+    assert most[2].endswith("(1.00 / 251 / 1.00x)")
+    assert most[3] == f"{2.5 + drafted:.2f} / {250 + 100 * drafted} / {1.25 + drafted / 2:.2f}x (3.13 / 410 / 1.63x)"
+    assert [row[1] for row in rows(paper_table(14, results), "32k low")] == ["1", "3", "32"]
+    held_out = rows(paper_table(13, results), "held_out")
+    assert [row[1] for row in held_out] == ["1", "8"] and held_out[0][3] == "4.00 / 400 / 2.00x"
+    assert held_out[1][3] == "4.50 / 450 / 2.25x" and not rows(paper_table(14, results), "held_out")
+
+
+def test_acceptance_by_length_with_and_without_yarn() -> None:
+    lengths = {"512": cell(3.0, tau_ci95=[2.5, 3.5]), "64": cell(2.0, tau_ci95=None)}
+    results = make_results(held_out={}, chat={})
+    for by_set in results.greedy["systems"].values():
+        by_set["held_out"]["by_length"] = lengths
+    plain = {"512": cell(1.25, tau_ci95=[1.0, 1.5])}
+    results.greedy["systems"]["dflash_no_yarn"] = {"held_out": cell(1.25, by_length=plain)}
+    config = results.greedy["provenance"]["config"]
+    assert "No drafter is extended" in tables_text("lengths", results)
+    config["evaluate"] = {
+        "yarn": {"factor": 4.0},
+        "systems": {"dflash": {"yarn": True}, "dflash_no_yarn": {"yarn": False}},
+    }
+    config["train"] = {"max_length": 128}
+    text = tables_text("lengths", results)
+    header, short, long = rows(text, "set")[0], *rows(text, "held_out")
+    at = {name: place for place, name in enumerate(header)}
+    assert set(header[3:]) == {*SYSTEMS, "lilicorr_margin", "dflash_no_yarn"}
+    assert short[:3] == ["held_out", "up to 64", "10"] and short[at["dflash"]] == "2.00"
+    assert short[at["dflash_no_yarn"]] == "–" and long[at["dflash_no_yarn"]] == "1.25 [1.00, 1.50]"
+    assert long[1] == "up to 512" and long[at["dflash"]] == "3.00 [2.50, 3.50]"
+    assert "YaRN, {'factor': 4.0}; without it: dflash_no_yarn. They were trained on rows of up to 128 tokens" in text
+    assert "**Not the paper's setting**" in text and not rows(text, "chat")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +198,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     main(["--table", "5", "--results", str(tmp_path)])
     assert capsys.readouterr().out.startswith("### Table 5")
     main(["--table", "all", "--results", str(tmp_path), "--out", str(tmp_path / "tables.md")])
-    assert (tmp_path / "tables.md").read_text().count("### Table") == len(TABLES)
+    written = (tmp_path / "tables.md").read_text()
+    assert written.count("### Table") == len(TABLES) and written.count("### ") == len(TABLES) + 1
+    main(["--table", "lengths", "--results", str(tmp_path)])
+    assert capsys.readouterr().out.strip() == written[written.index("### Acceptance length") :].strip()
     for arguments, message in (
         (["--table", "2", "--results", str(tmp_path)], "table must be one of 1, 5"),
         (["--table", "five", "--results", str(tmp_path)], "table must be all or one of"),
