@@ -242,9 +242,27 @@ def test_plots_and_table_come_from_the_newest_rows(tmp_path: Path, monkeypatch, 
     assert "500.0 blocks_per_s" in rates and "60.0 GiB  40% utilisation" in step
 
 
-def script(out: Path, *arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    """benches/gpu.sh with another Python."""
-    environment = {**os.environ, "PYTHON": python, "OMP_NUM_THREADS": "1"}
+def test_the_readme_quotes_the_newest_rows() -> None:
+    root = SCRIPT.parents[1]
+    texts = (root / "benches" / "results" / "decode.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = sorted(map(json.loads, texts), key=lambda row: row["provenance"]["date"])
+    newest = {(r["system"], r["concurrency"]): r for r in rows if r["kind"] == "decode" and r["profile"] == "demo"}
+    section = (root / "README.md").read_text(encoding="utf-8").partition("## Decoding speed")[2].partition("\n## ")[0]
+    quoted = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    systems = {system for system, _ in newest}
+    assert {name.partition(",")[0] for name, *_ in quoted[2:]} == systems and len(systems) > 2
+    for name, tau, *speeds in quoted[2:]:
+        for concurrency, speed in zip(map(int, quoted[0][2:]), speeds, strict=True):
+            row = newest.get((name.partition(",")[0], concurrency))
+            assert speed == (f"{row['tokens_per_s']['median']:.0f}" if row else ""), (name, concurrency)
+            assert row is None or tau == ("" if row["tau"] is None else f"{row['tau']:.2f}"), name
+
+
+def script(
+    out: Path, *arguments: str, python: str = sys.executable, seconds: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """benches/gpu.sh with another Python, as if it had begun so many seconds ago."""
+    environment = {**os.environ, "PYTHON": python, "OMP_NUM_THREADS": "1", "SECONDS": str(seconds)}
     return subprocess.run(["bash", str(SCRIPT), str(out), *arguments], env=environment, capture_output=True, text=True)
 
 
@@ -254,13 +272,32 @@ def test_the_script_goes_on_where_a_part_fails(tmp_path: Path) -> None:
     python.chmod(0o755)
     done = script(tmp_path / "out", "--dry", python=str(python))
     assert done.returncode == 1
-    states = {line.split()[0]: line.split(" s  ")[1] for line in done.stdout.splitlines() if " s  " in line}
+    states = states_of(done)
     assert states.pop("decode") == "failed, status 3" and set(states.values()) == {"ok"}
     assert set(states) == {"parity", "kernels", "head_latency_8b", "head_latency_4b", "train_step", "plots"}
     assert "--geometry 4b --dry" in (tmp_path / "out" / "head_latency_4b.log").read_text()
     for wrong in (["--fast"], ["--dry", "more"], ["--pack", str(tmp_path)], ["--train-s", "3"]):
         assert script(tmp_path / "out", *wrong).returncode == 2
     assert script(Path("--dry")).returncode == 2
+
+
+def states_of(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """How every part ended."""
+    return {line.split()[0]: line.split(" s  ")[1] for line in done.stdout.splitlines() if " s  " in line}
+
+
+def test_the_script_ends_within_six_minutes(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *decode*) sleep 60;; esac\n')
+    python.chmod(0o755)
+    done = script(tmp_path / "late", python=str(python), seconds=330)
+    states = states_of(done)
+    assert done.returncode == 1 and states["decode"].startswith("cut off after ") and states["plots"] == "ok"
+    assert states["train_step"] == "not begun, the time was over"
+    over = states_of(script(tmp_path / "over", python=str(python), seconds=340))
+    assert over.pop("plots") == "ok" and set(over.values()) == {"not begun, the time was over"} and len(over) == 7
+    dry = states_of(script(tmp_path / "dry", "--dry", python="true", seconds=400))
+    assert set(dry.values()) == {"ok"}
 
 
 def test_the_script_hands_its_options_to_the_real_run(tmp_path: Path) -> None:

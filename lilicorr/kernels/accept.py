@@ -231,7 +231,9 @@ def accept_triton(proposal: Proposal, target_logits: Tensor, sampling: Sampling)
     num_blocks, num_queries, num_ids = target_logits.shape
     token_ids, device = proposal.token_ids, target_logits.device
     assert token_ids.shape == (num_blocks, num_queries - 1), (token_ids.shape, target_logits.shape)
-    assert target_logits.stride(2) == 1 and target_logits.stride(0) == num_queries * target_logits.stride(1), (
+    block_stride, row_stride, _ = target_logits.stride()
+    # of one block the stride means nothing, and `contiguous` leaves it as it is
+    assert target_logits.stride(2) == 1 and (num_blocks < 2 or block_stride == num_queries * row_stride), (
         f"logits of strides {target_logits.stride()} are not rows of one matrix"
     )
     sampled, filtered = sampling.any_sampled, sampling.any_sampled and sampling.any_filtered
@@ -250,7 +252,7 @@ def accept_triton(proposal: Proposal, target_logits: Tensor, sampling: Sampling)
     if num_blocks == 0:
         return verdict
     lengths = None if proposal.lengths is None else proposal.lengths.contiguous()
-    rows = (target_logits, target_logits.stride(1))
+    rows = (target_logits, row_stride)
     sizes, width = (num_ids, num_tiles, num_queries, num_own), next_power(num_own) if num_own else 0
     _tile_kernel[(num_rows, ceil_div(num_tiles, TILES))](
         *rows,

@@ -178,6 +178,17 @@ def test_every_step_of_every_head(head: str | None, variant: str, looking: Calla
     assert called == {"accept_triton", "norm_rope_triton", "paged_attention_triton", "topk_lse_triton"} | own
 
 
+@pytest.mark.parametrize("head", [None, "argmax"])
+def test_an_engine_of_one_row_with_passes_wider_than_its_blocks(
+    head: str | None, looking: Callable[[], set[str]]
+) -> None:
+    target, requests = kernel_target(), requests_of(6)
+    draft_model = kernel_draft_model(target, head) if head else None
+    expected = toys.reference_runs(target, draft_model, requests)
+    looking()
+    assert answers(gpu_engine(target, draft_model, deterministic=True, max_running=1), requests) == expected
+
+
 @pytest.mark.parametrize(
     ("head", "changes"),
     [

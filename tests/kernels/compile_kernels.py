@@ -25,6 +25,7 @@ from lilicorr.kernels.topk_lse import topk_lse_triton
 from lilicorr.verify import Sampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024  # that a block of threads may have there (CUDA programming guide, compute capability 9.0)
 POINTERS = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -52,7 +53,8 @@ def compile_instead(kernel: JITFunction, *arguments: Any, grid: Any, warmup: boo
     key = f"{kernel.__name__} {signature} {constants}"
     if key not in compiled:
         compiled.add(key)
-        triton.compile(ASTSource(kernel, signature, constants), target=HOPPER, options=options)
+        shared = triton.compile(ASTSource(kernel, signature, constants), target=HOPPER, options=options).metadata.shared
+        assert shared <= SHARED_BYTES, f"{key} takes {shared} bytes of shared memory, a block has {SHARED_BYTES}"
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -165,6 +165,35 @@ def test_broken_rows_draw_tokens_of_the_vocabulary_and_harm_no_other(vocab: int,
             )
 
 
+@pytest.mark.parametrize("vocab", [7, DRAW_TILE + 1])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_rows_of_minus_infinity_draw_tokens_of_the_vocabulary(vocab: int, filtered: bool, device: str):
+    """They are no law of a token; the request ends for it, once its token has been looked up."""
+    logits, sampling = make_logits(vocab, device), make_sampling(device, filtered)
+    point, sparse = Proposal(logits[:, :-1].argmax(-1)), drawn_proposal(logits, sampling, 3)
+    nothing = torch.full_like(logits, -math.inf)
+    for proposal in (point, sparse):
+        verdict = accept_triton(proposal, nothing, sampling)
+        assert ((verdict.next_ids >= 0) & (verdict.next_ids < vocab)).all()
+        assert ((verdict.num_accepted >= 0) & (verdict.num_accepted <= NUM_SLOTS)).all()
+    greedy = greedy_rows(NUM_ROWS, device)
+    assert_same(accept_triton(point, nothing, greedy), verify(point, nothing, greedy))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_blocks_may_be_cut_out_of_wider_passes(num_rows: int, device: str):
+    """As in passes of one shape; `contiguous` leaves the strides of a single block as they are."""
+    wide, sampling = make_logits(40, device), make_sampling(device)
+    sampling = replace(
+        sampling, **{name: getattr(sampling, name)[:num_rows] for name in ("temperature", "seeds", "positions")}
+    )
+    for num_queries in (1, NUM_SLOTS):
+        logits = wide[:num_rows, :num_queries].contiguous()
+        assert num_rows > 1 or logits.stride(0) != num_queries * logits.stride(1)
+        proposal = Proposal(logits[:, :-1].argmax(-1))
+        assert_same(accept_triton(proposal, logits, sampling), verify(proposal, logits.clone(), sampling))
+
+
 def test_nothing_of_a_law_that_is_nan_is_accepted(device: str):
     logits, sampling = make_logits(40, device), make_sampling(device)
     proposal = drawn_proposal(logits, sampling, 4)

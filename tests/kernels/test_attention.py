@@ -135,6 +135,26 @@ def test_with_and_without_splits_and_empty_tables(min_programs: int, device: str
     assert paged_attention_triton(queries[:0], *pages[:2], pages[2][:0], pages[3][:0], True).shape == (0, 2, 1, 32)
 
 
+@pytest.mark.parametrize("min_programs", [1, 1000])
+def test_equal_scores_give_the_mean_and_large_ones_do_not_overflow(
+    min_programs: int, device: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attention, "MIN_PROGRAMS", min_programs)
+    length = 130
+    k_pages, v_pages, *rest = (x.to(device) for x in make_pages([length], 2, 32, 3))
+    values = sequence(v_pages, rest[0], 0, length)
+    nothing = torch.zeros(1, 1, 4, 32, device=device)
+    found = paged_attention_triton(nothing, k_pages, v_pages, *rest, True)[0, 0]
+    assert torch.allclose(found, values.mean(1).repeat_interleave(2, dim=0), atol=1e-5)
+    queries = 1e4 * torch.randn(1, 3, 4, 32, generator=torch.Generator().manual_seed(7)).to(device)
+    found = paged_attention_triton(queries, k_pages, v_pages, *rest, True)
+    # scores of some ten thousand are known to a few thousandths
+    assert torch.allclose(found, paged_attention_reference(queries, k_pages, v_pages, *rest, True), atol=0.02)
+    keys = sequence(k_pages, rest[0], 0, length)
+    best = (keys[0] @ queries[0, 2, 0]).argmax()
+    assert torch.allclose(found[0, 2, 0], values[0, best], atol=1e-5)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_a_position_has_the_same_bits_at_every_length(splits: int, device: str, monkeypatch: pytest.MonkeyPatch):
     """What stands behind a query in its block, and how far the row's pages go, may not change its sums."""

@@ -65,3 +65,14 @@ def test_equal_candidates_half_precision_and_no_blocks(device: str):
     assert torch.allclose(nodes.float(), expected.float(), atol=0.1, rtol=0.03)
     empty = build_lattice(rows[:0], lattice.log_probs[:0])
     assert build_nodes_triton(empty, table, rows[:0], slot_terms[:0], weights).shape == (0, 3, 4, 32)
+
+
+def test_an_impossible_candidate_harms_no_other(device: str):
+    """Of log-probability -inf: its node is no number, as in the reference, and it is the only one."""
+    lattice, table, rows, slot_terms, weights = make_inputs((2, 3, 4), 32, device=device)
+    log_probs = lattice.log_probs.clone()
+    log_probs[1, 2, 3] = -math.inf
+    inputs = (build_lattice(rows, log_probs), table, rows, slot_terms, weights)
+    nodes, expected = build_nodes_triton(*inputs), build_nodes_reference(*inputs)
+    assert torch.allclose(nodes, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
+    assert nodes[1, 2, 3].isnan().all() and nodes.isfinite().sum() == nodes.numel() - 32

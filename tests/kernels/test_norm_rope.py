@@ -101,6 +101,19 @@ def test_triton_equals_reference(heads: int, kv_heads: int, width: int, normed: 
     assert found[0].isfinite().sum() == 5 * kv_heads * width
 
 
+def test_heads_of_zero_and_equal_heads(device: str):
+    """A norm of nothing divides by the root of eps alone."""
+    qkv, tables, slots = make_inputs(4, 2, 32, device)
+    qkv = [x.clone() for x in qkv]
+    for x in qkv:
+        x[0], x[1] = 0.0, 0.25
+    weights = [torch.rand(32, device=device) + 0.5 for _ in range(2)]
+    found, expected = empty_pages(2, 32, qkv[0]), empty_pages(2, 32, qkv[0])
+    queries = norm_rope_triton(*qkv, *tables, *found, slots, *weights)
+    assert same(queries, norm_rope_reference(*qkv, *tables, *expected, slots, *weights))
+    assert same(found[0], expected[0]) and not queries[0].any() and not found[0][0, :, 0].any()
+
+
 def test_positions_and_slots_may_be_columns(device: str):
     """As of blocks of one position, which are cut out of wider ones."""
     qkv, (positions, *tables), slots = make_inputs(4, 2, 32, device)
